@@ -36,8 +36,8 @@ from arena_tasks import ARENAS, Arena
 import trivium
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import merged
-from trivium.errors import TriviumError
-from trivium.registry import CATALOGUE
+from trivium.foundation.errors import TriviumError
+from trivium.foundation.registry import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "arena.jsonl"

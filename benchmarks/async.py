@@ -36,10 +36,10 @@ from typing import Any
 
 import numpy as np
 
-from trivium.concurrency import usable_cores
 from trivium.config import Plugin, config_from_mapping
-from trivium.randomness import stream, uniforms
-from trivium.registry import resolve
+from trivium.foundation.concurrency import usable_cores
+from trivium.foundation.randomness import stream, uniforms
+from trivium.foundation.registry import resolve
 from trivium.runtime.launch import run
 from trivium.types import Message, Task
 

@@ -27,8 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from trivium.algorithms import build_algorithm
 from trivium.checkpoint.store import CheckpointStore
-from trivium.concurrency import usable_cores
 from trivium.config import AlgorithmConfig, plugin
+from trivium.foundation.concurrency import usable_cores
 from trivium.loops import prepare_mini_batch
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch, Experience

@@ -31,7 +31,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from trivium.engines.torch.engine import TorchEngine
-from trivium.randomness import SampleKey, permutation
+from trivium.foundation.randomness import SampleKey, permutation
 from trivium.text.tiny import TinyModel
 from trivium.types import IntArray, Request, Sampling
 

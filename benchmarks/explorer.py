@@ -29,7 +29,7 @@ from typing import Any
 from trivium.buffers.memory import MemoryBuffer
 from trivium.engines.scripted import ScriptedEngine
 from trivium.explorer import Explorer
-from trivium.randomness import SampleKey
+from trivium.foundation.randomness import SampleKey
 from trivium.rewards.functions import Exact
 from trivium.rewards.judge import make_judge
 from trivium.runtime.main_loop import run_in_loop

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import trivium
-from trivium.config.machine import host_memory
+from trivium.planning.machine import host_memory
 from trivium.training.device import processor_name
 
 ROOT = Path(__file__).parents[1]

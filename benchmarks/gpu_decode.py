@@ -24,12 +24,12 @@ import torch
 from gpu_train import SHAPES, clock, num_parameters, write_model
 from transformers import AutoModelForCausalLM
 
-from trivium.config.model_shape import ModelShape
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, TriviumError
+from trivium.foundation.randomness import SampleKey
 from trivium.models.backbone.shape import read_shape
 from trivium.models.placement import device_of
-from trivium.randomness import SampleKey
+from trivium.planning.model_shape import ModelShape
 from trivium.types import IntArray, Request, Sampling
 
 Side = Callable[[list[IntArray], int], int]

@@ -45,10 +45,10 @@ from trivium.algorithms.presets import GRPO
 from trivium.config import RewardConfig
 from trivium.engines.torch.engine import TorchEngine
 from trivium.explorer import Explorer
+from trivium.foundation.randomness import SampleKey
 from trivium.loops import train_step
 from trivium.models.backbone.shape import read_shape
 from trivium.models.cpu.linear import onednn_linear
-from trivium.randomness import SampleKey
 from trivium.rewards.judge import make_judge
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel

@@ -26,8 +26,8 @@ from gpu_train import SHAPES, clock, write_model
 
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import GRPO
-from trivium.config.model_shape import ModelShape
 from trivium.models.backbone.shape import read_shape
+from trivium.planning.model_shape import ModelShape
 from trivium.text.tiny import TinyModel
 from trivium.training.batching import prefixes_of
 from trivium.training.engine import TorchTrainEngine

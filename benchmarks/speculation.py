@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trivium.engines.torch.engine import TorchEngine
-from trivium.randomness import SampleKey, permutation
+from trivium.foundation.randomness import SampleKey, permutation
 from trivium.types import Completion, IntArray, Request, Sampling
 
 VOCABULARY, END = 2000, 0

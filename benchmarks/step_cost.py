@@ -43,12 +43,12 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import GRPO
 from trivium.config import RewardConfig
-from trivium.config.model_shape import ModelShape
 from trivium.engines.torch.engine import TorchEngine
 from trivium.explorer import Explorer
+from trivium.foundation.randomness import SampleKey
 from trivium.loops import train_step
 from trivium.models.backbone.shape import read_shape
-from trivium.randomness import SampleKey
+from trivium.planning.model_shape import ModelShape
 from trivium.rewards.judge import make_judge
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel

@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from trivium.board import MemoryBoard
-from trivium.concurrency import usable_cores
 from trivium.engines.process_pool import EngineHost, ProcessPool
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.concurrency import usable_cores
 from trivium.models.weights.stream import BUCKET_BYTES, described
 from trivium.protocols import RolloutEngine, WeightChannel
 from trivium.sync.collective import CollectiveChannel

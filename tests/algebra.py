@@ -34,7 +34,7 @@ from trivium.algorithms.metadata import (
     resolve_function,
 )
 from trivium.algorithms.objective import Term, TokenWeight
-from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.config import Plugin, plugin
 from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.training.batching import count

@@ -9,7 +9,7 @@ from typing import Any
 from failing import refused
 
 from trivium.config import RunConfig, config_from_mapping
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 
 def tiny_model(**changes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from trivium.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, TriviumError
 
 E = TypeVar("E", bound=TriviumError)
 

@@ -36,8 +36,8 @@ import trivium.sync.memory
 import trivium.text.tiny
 import trivium.training.distributed.torchrun
 import trivium.training.engine
-from trivium.concurrency import usable_cores
 from trivium.config import load_config
+from trivium.foundation.concurrency import usable_cores
 from trivium.training.flops import measured_peak
 
 get_checkpoint_conversion_mapping("qwen3")

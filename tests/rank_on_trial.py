@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trivium.concurrency import ProcessLife, end_with
-from trivium.errors import DataError
+from trivium.foundation.concurrency import ProcessLife, end_with
+from trivium.foundation.errors import DataError
 from trivium.models.weights.stream import described
 from trivium.protocols import WeightChannel
 from trivium.training.distributed.train_process import serve_driver

@@ -14,12 +14,12 @@ import numpy as np
 from fastapi import FastAPI
 
 from tests.waiting import until
-from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RewardConfig
 from trivium.engines.scripted import ScriptedEngine
 from trivium.explorer import Explorer
-from trivium.randomness import uniforms
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.randomness import uniforms
 from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
 from trivium.serving.connections import serve_app

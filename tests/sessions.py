@@ -18,17 +18,17 @@ from typing import Any
 import torch
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
-from trivium.board import Board, MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.strategies import DefaultStrategy
 from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import RoleFailed, VersionGone
 from trivium.explorer import Explorer
+from trivium.foundation.board import Board, MemoryBoard
+from trivium.foundation.errors import RoleFailed, VersionGone
+from trivium.foundation.metrics import depends_on_machine
 from trivium.loops import Parts, run_explorer, train_loop
-from trivium.metrics import depends_on_machine
 from trivium.policy import Policy, Workflow
 from trivium.protocols import Buffer, EngineSettings, Objective, TrainEngine, WeightChannel, Weights
 from trivium.publisher import Publisher

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from trivium.buffers.sql.buffer import SqlBuffer
-from trivium.errors import RoleFailed
+from trivium.foundation.errors import RoleFailed
 from trivium.schedule import Schedule
 from trivium.types import Group, Lease, Message, StopReason, Task, Trajectory, Turn
 

@@ -42,16 +42,16 @@ PACKAGES = {
 }
 SHARED_PACKAGES = {"models", "clients", "processes", "text"}
 """What other packages may import."""
-MAX_ROOT_MODULES = 20
+MAX_ROOT_MODULES = 12
 
 SHELL = {"api", "frontdoors", "cluster", "serving", "runtime", "inspection", "cli", "testing", "__main__"}
-CORE_FOLDERS = {"config", "checkpoint", "protocols", "types"}
+CORE_FOLDERS = {"foundation", "planning", "config", "checkpoint", "protocols", "types"}
 CORE_DEPENDENCIES = {"numpy", "pydantic", "yaml", "safetensors.numpy"}
 
 MAY_CATCH_EVERYTHING = {
     "trivium.processes.answers": (1, "an error crosses to the process that called, which raises it"),
     "trivium.processes.link": (2, "an error crosses to the process that called, which raises it"),
-    "trivium.errors": (1, "the text of an error names what its __str__ raised"),
+    "trivium.foundation.errors": (1, "the text of an error names what its __str__ raised"),
     "trivium.trainer": (1, "a save after a failure that fails as well must not hide it"),
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
     "trivium.processes.user_calls": (
@@ -63,7 +63,10 @@ MAY_CATCH_EVERYTHING = {
     "trivium.cluster.supervisor": (1, "the errors of all roles are collected; the likeliest first cause is raised"),
     "trivium.cluster.actors": (3, "an error crosses from one process to the caller in another, who raises it"),
     "trivium.buffers.memory": (1, "what the work of a waiter raises is raised by the waiter, which runs it again"),
-    "trivium.concurrency": (2, "an error crosses from a thread to the coroutine that waits for it, or that watches it"),
+    "trivium.foundation.concurrency": (
+        2,
+        "an error crosses from a thread to the coroutine that waits for it, or that watches it",
+    ),
 }
 """How many handlers of a module may take any exception without raising it themselves, and why."""
 
@@ -105,6 +108,8 @@ SAME_BASENAME = {
     "preference": "preference learning: the losses, and their config section",
     "ranks": "the processes that train together: in one of them, and from the driver",
     "remote": "what is on another machine: copies of checkpoints, and what computes rewards",
+    "losses": "losses: of policies, and of preference learning",
+    "objective": "how a loss function and a batch meet: of a policy, and of preference learning",
     "objects": "the classes and functions that a front door's users import",
     "rewards": "rewards: the core's, and a front door's adapters of its users'",
     "roles": "the roles of the processes of a run, Trivium's and verl's",
@@ -138,12 +143,12 @@ ONLY_ON_LINUX = {
 LINUX_FILES = ("/proc/", "/sys/", "/dev/shm")
 IN_CONFINED_PROCESSES = 'if sys.platform != "linux":'
 GUARDED = {
-    ("concurrency", "prctl"): "children.is_file()",
-    ("concurrency", "/proc/"): "except (FileNotFoundError, ProcessLookupError):",
-    ("concurrency", "sched_getaffinity"): 'hasattr(os, "sched_getaffinity")',
-    ("config.machine", "/proc/"): "if file.is_file()",
-    ("config.machine", "/sys/"): "if file.is_file()",
-    ("config.machine", "ru_maxrss"): "return own and own +",  # `own` is 0 without /proc
+    ("foundation.concurrency", "prctl"): "children.is_file()",
+    ("foundation.concurrency", "/proc/"): "except (FileNotFoundError, ProcessLookupError):",
+    ("foundation.concurrency", "sched_getaffinity"): 'hasattr(os, "sched_getaffinity")',
+    ("planning.machine", "/proc/"): "if file.is_file()",
+    ("planning.machine", "/sys/"): "if file.is_file()",
+    ("planning.machine", "ru_maxrss"): "return own and own +",  # `own` is 0 without /proc
     ("engines.vllm.weight_files", "/dev/shm"): "memory.is_dir()",
     ("inspection.doctor", "/dev/shm"): 'shm := Path("/dev/shm")).is_dir()',
     ("inspection.doctor", "/proc/"): "if about.is_file()",
@@ -228,7 +233,7 @@ def forbidden_paths(modules: list[Module]) -> list[str]:
                 known = (".".join(parts[:end]) for end in range(len(parts), 1, -1))
                 target = next((by_name[name] for name in known if name in by_name), None)
                 listed = (
-                    module.name == "trivium.registry"
+                    module.name == "trivium.foundation.registry"
                     and target is not None
                     and (layer(target) == "package" or folder(target) == "cluster")
                 )
@@ -640,8 +645,8 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
     (forbidden_imports, {"helpers/a.py": ""}, "not in the layout"),
     (
         forbidden_paths,
-        {"registry.py": "X = {'a': {'b': 'trivium.frontdoors.verl:C'}}", "frontdoors/verl.py": ""},
-        "trivium.registry: core names shell trivium.frontdoors.verl",
+        {"foundation/registry.py": "X = {'a': {'b': 'trivium.frontdoors.verl:C'}}", "frontdoors/verl.py": ""},
+        "trivium.foundation.registry: core names shell trivium.frontdoors.verl",
     ),
     (forbidden_paths, {"loops.py": "f('trivium.engines.a:B')", "engines/a.py": ""}, "core names package"),
     (forbidden_paths, {"engines/a.py": "run('python -m trivium.training.b')", "training/b.py": ""}, "names package"),
@@ -672,7 +677,7 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
         },
         "cluster, serving, testing",
     ),
-    (root_modules, {f"m{i}.py": "" for i in range(20)}, "21 modules at the root"),
+    (root_modules, {f"m{i}.py": "" for i in range(12)}, "13 modules at the root"),
     (repeated_basenames, {"a/c.py": "", "b/c.py": ""}, "trivium.a.c, trivium.b.c"),
     (format_skips, {"a.py": "x = [1,\n     2]  # fmt: skip"}, "trivium.a:2"),
     (format_skips, {"a.py": "# fmt: off\nx = {}"}, "trivium.a:1"),
@@ -684,7 +689,7 @@ BAD: list[tuple[Rule, dict[str, str], str]] = [
     (prints, {"engines/a.py": "def f():\n    print(1)"}, "engines.a:2"),
     (unguarded_linux, {"a.py": "import os\n\nn = len(os.sched_getaffinity(0))"}, "a:3: sched_getaffinity"),
     (unguarded_linux, {"a.py": "Path(f'/proc/{pid}/stat').read_text()"}, "a:1: /proc/"),
-    (unguarded_linux, {"concurrency.py": "os.sched_getaffinity(0)"}, "concurrency:1: sched_getaffinity"),
+    (unguarded_linux, {"foundation/concurrency.py": "os.sched_getaffinity(0)"}, "concurrency:1: sched_getaffinity"),
     (unread_config_fields, {"a.py": "class A:\n    class Config(Plugin):\n        speed: int = 1"}, "Config.speed"),
     (unread_config_fields, {"a.py": "class B(A.Config):\n    speed: int = 1\nx.speed = 2"}, "B.speed"),
     (pickles, {"a.py": "import pickle"}, "imports pickle"),
@@ -719,7 +724,7 @@ GOOD: list[tuple[Rule, dict[str, str]]] = [
     (
         forbidden_paths,
         {
-            "registry.py": "X = {'a': {'b': 'trivium.engines.a:C'}}",
+            "foundation/registry.py": "X = {'a': {'b': 'trivium.engines.a:C'}}",
             "engines/a.py": "'''As `trivium.cli` does.'''\nrun('trivium.engines.a')",
             "loops.py": "x = 'trivium.keys_of_other_trainers'",
             "cli.py": "f('trivium.frontdoors.d')",
@@ -745,7 +750,7 @@ GOOD: list[tuple[Rule, dict[str, str]]] = [
             "types/c.py": "import trivium.loops",
         },
     ),
-    (root_modules, {f"m{i}.py": "" for i in range(19)}),
+    (root_modules, {f"m{i}.py": "" for i in range(11)}),
     (repeated_basenames, {"a/memory.py": "", "b/memory.py": ""}),
     (format_skips, {"a.py": "x = 1  # the format of a file"}),
     (swallowed_exceptions, {"a.py": "try:\n    f()\nexcept Exception as e:\n    raise Other from e"}),
@@ -753,7 +758,10 @@ GOOD: list[tuple[Rule, dict[str, str]]] = [
     (swallowed_exceptions, {"a.py": "try:\n    f()\nexcept OSError:\n    pass"}),
     (prints, {"cli.py": "print(1)"}),
     (unguarded_linux, {"a.py": '"""Reads /proc/self."""\nos.cpu_count()', "b.py": '"""/dev/shm is memory."""'}),
-    (unguarded_linux, {"concurrency.py": 'if hasattr(os, "sched_getaffinity"):\n    os.sched_getaffinity(0)'}),
+    (
+        unguarded_linux,
+        {"foundation/concurrency.py": 'if hasattr(os, "sched_getaffinity"):\n    os.sched_getaffinity(0)'},
+    ),
     (unread_config_fields, {"a.py": "class A:\n    class Config(Plugin):\n        speed: int = 1\n\nconfig.speed"}),
     (pickles, {"a.py": "model.save(x)\njson.load(y)"}),
     (incomplete_errors, {"a.py": "raise DataError(asked, f'{x}', do='write it again')\nraise DataError(*parts)"}),

@@ -21,7 +21,7 @@ from trivium.algorithms.metadata import (
     format_value,
 )
 from trivium.config import Plugin
-from trivium.registry import CATALOGUE, resolve
+from trivium.foundation.registry import CATALOGUE, resolve
 
 HEAD = """# Algorithms
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trivium import api
-from trivium.registry import lazy_names
+from trivium.foundation.registry import lazy_names
 
 HEAD = """# Python names
 
@@ -47,11 +47,11 @@ TITLES = {
     "Data types": {"types"},
     "Interfaces": {"protocols"},
     "Bases of config sections": {"config"},
-    "Rollouts": {"policy", "randomness", "engines", "text", "tasks", "workflows"},
+    "Rollouts": {"policy", "engines", "text", "tasks", "workflows"},
     "Rewards": {"rewards", "processes"},
-    "Training": {"loops", "training", "sync", "metrics"},
+    "Training": {"loops", "training", "sync"},
     "A run directory": {"buffers", "inspection"},
-    "Errors": {"errors"},
+    "Errors, metrics and random numbers": {"foundation"},
 }
 """The parts of the list of `trivium.api`, by the packages where the names live."""
 

@@ -20,9 +20,9 @@ from unicodedata import normalize
 import fetch_chats
 import numpy as np
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
+from trivium.foundation.registry import CATALOGUE, resolve
 from trivium.models.backbone.huggingface import with_variables
-from trivium.registry import CATALOGUE, resolve
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tokenizer import hf_tokenizer
 from trivium.text.tool_formats import REASONING_TAIL

@@ -27,9 +27,9 @@ from trivium.config import (
     TrainConfig,
     WorkflowConfig,
 )
+from trivium.foundation.metrics import METRICS
+from trivium.foundation.registry import CATALOGUE, resolve
 from trivium.frontdoors.verl.objects import validation
-from trivium.metrics import METRICS
-from trivium.registry import CATALOGUE, resolve
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -20,10 +20,10 @@ from transformers.utils import logging as transformers_logging
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, TriviumError
+from trivium.foundation.randomness import SampleKey
 from trivium.loops import prepare_mini_batch
 from trivium.policy import Policy
-from trivium.randomness import SampleKey
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer

@@ -11,8 +11,6 @@ from typing import Any
 from chat_matrix import CELLS, OUTCOMES
 from transformers import Qwen3Config
 
-from trivium.config.model_memory import engine_memory, memory_plan
-from trivium.config.model_shape import ModelShape
 from trivium.frontdoors.lightrft.arguments import OPTIONAL
 from trivium.frontdoors.tables import Mapped
 from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
@@ -22,6 +20,8 @@ from trivium.frontdoors.verl.config.config_table import TABLE as VERL
 from trivium.frontdoors.verl.key_hints import KEYS as VERL_KEYS
 from trivium.models.backbone.shape import shape_of
 from trivium.monitors.health import RULES
+from trivium.planning.model_memory import engine_memory, memory_plan
+from trivium.planning.model_shape import ModelShape
 
 DOCS = Path(__file__).parents[1] / "docs"
 _BEGIN, _END = "<!-- the table is generated: make docs -->\n", "<!-- end of the table -->\n"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trivium.config import RunConfig, load_config
-    from trivium.errors import ConfigError, RunDirError
+    from trivium.foundation.errors import ConfigError, RunDirError
 
 __version__ = "0.1.0"
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trivium import __version__
-from trivium.errors import ConfigError, TriviumError, first_cause, text_of
+from trivium.foundation.errors import ConfigError, TriviumError, first_cause, text_of
 from trivium.runtime.main_loop import COLLECT_AFTER, exit_without_threads
 
 if TYPE_CHECKING:
@@ -163,9 +163,9 @@ def check(
     the machine that a file describes."""
     with Outcome(debug):
         loaded = load(config, overrides or ())
-        from trivium.concurrency import usable_cores
-        from trivium.config.machine_file import read_machine
-        from trivium.config.plan import choices_of, plan_run, refuse_too_large, with_choices
+        from trivium.foundation.concurrency import usable_cores
+        from trivium.planning.machine_file import read_machine
+        from trivium.planning.plan import choices_of, plan_run, refuse_too_large, with_choices
         from trivium.runtime.launch import ready
         from trivium.runtime.run_dir import as_saved
         from trivium.training.device import machine, training_ranks

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trivium.errors import SyncError
 from trivium.explorer import check_failures
-from trivium.phases import activity, span
+from trivium.foundation.errors import SyncError
+from trivium.foundation.phases import activity, span
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import ROLLOUT_S
-from trivium.randomness import SampleKey
 from trivium.types import experiences_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from trivium.concurrency import Turns, gather_or_cancel, left_behind, wait_for
-from trivium.errors import (
+from trivium.foundation.concurrency import Turns, gather_or_cancel, left_behind, wait_for
+from trivium.foundation.errors import (
     DeadlineExceeded,
     RewardError,
     RolloutError,
@@ -25,7 +25,7 @@ from trivium.errors import (
     text_of,
     user_place,
 )
-from trivium.phases import Busy, activity, progress, span
+from trivium.foundation.phases import Busy, activity, progress, span
 from trivium.policy import (
     ENGINE_S,
     MAX_METRIC,
@@ -40,9 +40,9 @@ from trivium.protocols import DescribedWeights
 from trivium.types import Failure, Group, Sampling, Trajectory, capabilities_of
 
 if TYPE_CHECKING:
+    from trivium.foundation.randomness import SampleKey
     from trivium.policy import Workflow
     from trivium.protocols import Operator, Renderer, RolloutEngine, WeightChannel, Weights
-    from trivium.randomness import SampleKey
     from trivium.schedule import Schedule
     from trivium.types import Lease, Task
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import ConfigError, RoleFailed, RolloutsFailing, VersionGone
-from trivium.metrics import aggregate
-from trivium.phases import TRAINING_S, collecting, group_in_progress, measured, phase
+from trivium.foundation.errors import ConfigError, RoleFailed, RolloutsFailing, VersionGone
+from trivium.foundation.metrics import aggregate
+from trivium.foundation.phases import TRAINING_S, collecting, group_in_progress, measured, phase
 from trivium.protocols import MeasuringEngine, MeteredEngine, PacedObjective
 from trivium.types import SCORES, TRAINER, Batch, capabilities_of
 

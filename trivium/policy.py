@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from trivium.errors import RewardError, RolloutError, TriviumError, described, text_of
+from trivium.foundation.errors import RewardError, RolloutError, TriviumError, described, text_of
 from trivium.protocols import StreamingEngine
 from trivium.types import Completion, IntArray, Message, Prompt, Request, Sampling, StopReason, Turn
 
 if TYPE_CHECKING:
-    from trivium.concurrency import Threads
+    from trivium.foundation.concurrency import Threads
+    from trivium.foundation.randomness import SampleKey
     from trivium.protocols import Progress, Renderer, RolloutEngine
     from trivium.protocols.rollout import OnTokens
-    from trivium.randomness import SampleKey
     from trivium.types import Task
 
 

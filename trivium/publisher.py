@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trivium.run_role import live_explorers
+from trivium.foundation.run_role import live_explorers
 from trivium.synchronizer import weights_requested
 from trivium.types import RunningStatus, SyncStyle, capabilities_of
 
 if TYPE_CHECKING:
-    from trivium.board import Values
     from trivium.checkpoint.background import BackgroundSaver
+    from trivium.foundation.board import Values
     from trivium.protocols import Buffer, TrainEngine, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from trivium.errors import DataError
-from trivium.randomness import SampleKey, permutation
+from trivium.foundation.errors import DataError
+from trivium.foundation.randomness import SampleKey, permutation
 
 if TYPE_CHECKING:
     from trivium.protocols import TaskSource

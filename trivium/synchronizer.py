@@ -1,7 +1,7 @@
 """Synchronizer: a state machine over a Board. Published versions, exchanges of weights, requests for evaluation.
 
 The trainer publishes, explorers adopt. Every wait has a deadline, and ends when a role that it needs dies
-(`trivium.run_role`).
+(`trivium.foundation.run_role`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trivium.errors import SyncError
-from trivium.run_role import POLL_S, RunRole, dead_explorers, live_explorers, with_explorer
+from trivium.foundation.errors import SyncError
+from trivium.foundation.run_role import POLL_S, RunRole, dead_explorers, live_explorers, with_explorer
 from trivium.types import TRAINER, RunningStatus, SyncStyle
 
 if TYPE_CHECKING:
-    from trivium.board import Board, Values
+    from trivium.foundation.board import Board, Values
     from trivium.types import Draws, Metrics
 
 _MAX_VERSIONS = 64

@@ -20,12 +20,12 @@ from trivium.checkpoint.run_record import (
     num_changed_fields,
     with_evaluation,
 )
-from trivium.concurrency import interrupted
-from trivium.errors import RolloutsFailing, TriviumError
 from trivium.explorer import check_failures, described_failure
+from trivium.foundation.concurrency import interrupted
+from trivium.foundation.errors import RolloutsFailing, TriviumError
+from trivium.foundation.metrics import aggregate, declare_missing, declared
+from trivium.foundation.phases import TRAINER_LANE, TRAINING_S, activity, add_span, span
 from trivium.loops import held_out_loss, train_loop, train_step
-from trivium.metrics import aggregate, declare_missing, declared
-from trivium.phases import TRAINER_LANE, TRAINING_S, activity, add_span, span
 from trivium.protocols import RecordingEngine
 from trivium.publisher import EarlierRollouts
 from trivium.schedule import num_replaced
@@ -35,10 +35,10 @@ from trivium.types import Group, Sample, capabilities_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trivium.board import Values
     from trivium.checkpoint.background import BackgroundSaver
     from trivium.checkpoint.store import Checkpoint
     from trivium.evaluate import HeldOut, RemoteEvaluator
+    from trivium.foundation.board import Values
     from trivium.protocols import Buffer, Monitor, SampleStrategy, TrainEngine
     from trivium.publisher import Publisher
     from trivium.schedule import Cadence, Schedule

@@ -18,7 +18,7 @@ from tests.contract.slot_groups import (
     saved,
     slots_of,
 )
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
 from trivium.schedule import Schedule
 from trivium.testing.promises import require
 from trivium.types import SERVED, Failure, Group, Lease, Task

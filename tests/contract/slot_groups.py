@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.schedule import Schedule
 from trivium.testing.promises import require
 from trivium.types import Group, Lease, Message, StopReason, Task, Trajectory, Turn

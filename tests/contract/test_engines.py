@@ -21,9 +21,9 @@ from tests.waiting import until
 from trivium.engines.process_pool import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.engines.torch.engine import TorchEngine
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import EngineFailure
 from trivium.protocols import RolloutEngine, StreamingEngine
-from trivium.randomness import SampleKey
 from trivium.testing import ReferencePolicy, Tolerance, check_engine, reference_policy
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel, tiny_tokenizer

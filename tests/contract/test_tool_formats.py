@@ -11,8 +11,8 @@ from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivium.errors import DataError, UnknownName
-from trivium.registry import CATALOGUE, resolve
+from trivium.foundation.errors import DataError, UnknownName
+from trivium.foundation.registry import CATALOGUE, resolve
 from trivium.serving.completion_parts import answer_of
 from trivium.testing import check_tool_format
 from trivium.text.renderer import ChatRenderer

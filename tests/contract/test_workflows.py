@@ -10,8 +10,8 @@ import pytest
 
 from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import Policy
-from trivium.randomness import SampleKey
 from trivium.testing import check_workflow
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from tests.failing import refused
 from trivium.config import merged
-from trivium.errors import ConfigError, MissingPackage
+from trivium.foundation.errors import ConfigError, MissingPackage
 from trivium.frontdoors.overrides import overridden, value_of
 from trivium.frontdoors.plain_values import resolved
 from trivium.frontdoors.tables import Ignored, Mapped, Restricted, Table, announce, is_off

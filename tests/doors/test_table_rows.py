@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trivium.config import config_from_mapping, merged
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
 from trivium.frontdoors.plain_values import plain
 from trivium.frontdoors.tables import Ignored, Mapped, Moved, Restricted, Table, is_off
 from trivium.frontdoors.trinity.config.config_table import TABLE as TRINITY

@@ -9,7 +9,7 @@ import pytest
 from failing import refused
 
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.shell import commands
 from trivium.frontdoors.translate import translate_file
 from trivium.text.tiny import TinyModel

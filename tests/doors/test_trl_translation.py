@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from trivium.cli import app
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.trl.translation import translate
 from trivium.text.tiny import TinyModel
 

@@ -15,16 +15,16 @@ from safetensors.torch import save_file
 
 import trivium.sync.collective as collective
 import trivium.sync.process_group as process_group
-from trivium.board import SharedBoard
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.sql.database import Database, SqlTable
 from trivium.config import config_from_mapping
 from trivium.engines.torch.engine import TorchEngine
 from trivium.explorer import Explorer
+from trivium.foundation.board import SharedBoard
+from trivium.foundation.run_role import live_explorers
 from trivium.loops import Parts, run_explorer
 from trivium.protocols import EngineSettings, WeightChannel
 from trivium.publisher import Publisher
-from trivium.run_role import live_explorers
 from trivium.runtime.build import algorithm_of
 from trivium.schedule import Schedule
 from trivium.sync.collective import CollectiveChannel

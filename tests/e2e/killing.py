@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import trivium.checkpoint.atomic as atomic
+import trivium.foundation.atomic as atomic
 import trivium.runtime.run_dir as run_dir_module
 from tests.processes import Forked, fork_server, trivium
 from tests.waiting import eventually

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trivium.buffers.memory import MemoryBuffer
 from trivium.cluster.actors import Host
 from trivium.engines.scripted import LOG_PROB, ScriptedEngine
-from trivium.errors import SyncError
+from trivium.foundation.errors import SyncError
 from trivium.policy import EngineFailure
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer

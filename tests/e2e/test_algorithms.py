@@ -13,7 +13,7 @@ from configs import tiny_model
 from safetensors.numpy import load_file
 
 from trivium.config import config_from_mapping, merged
-from trivium.metrics import depends_on_machine
+from trivium.foundation.metrics import depends_on_machine
 from trivium.runtime.launch import run
 
 STEPS = 4

@@ -11,7 +11,7 @@ import pytest
 from failing import refused
 
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.runtime import run_dir
 from trivium.runtime.launch import run
 from trivium.text.tiny import TinyModel

@@ -12,7 +12,7 @@ from failing import refused
 from transformers import AutoModelForCausalLM
 
 from trivium.config import config_from_mapping
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.runtime.launch import run
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel

@@ -30,8 +30,8 @@ from trivium import __file__ as trivium_file
 from trivium import __version__
 from trivium.cli import app
 from trivium.config import config_from_mapping
-from trivium.config.machine import Machine
-from trivium.metrics import depends_on_machine
+from trivium.foundation.metrics import depends_on_machine
+from trivium.planning.machine import Machine
 from trivium.runtime import launch
 
 BASE = """
@@ -717,7 +717,7 @@ async def cells():
     config["schedule"]["steps"] = 2
     try:
         trivium.run(config, rewards=[close, {"kind": lambda prompt, completion: 1.0, "name": "one"}], tasks=rows[1:])
-    except trivium.errors.ConfigError as error:
+    except trivium.foundation.errors.ConfigError as error:
         print(error)
     trivium.run(config, rewards=[close, {"kind": lambda prompt, completion: 1.0, "name": "one"}], tasks=rows)
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.killing import BESIDE, MOMENTS, launches
 from trivium.config import load_config
-from trivium.metrics import depends_on_machine
+from trivium.foundation.metrics import depends_on_machine
 
 TINY = Path(__file__).parent / "tiny.yaml"
 DEMO = Path(__file__).parents[2] / "recipes" / "arithmetic.yaml"

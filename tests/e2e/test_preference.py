@@ -14,8 +14,8 @@ from failing import refused
 from safetensors.numpy import load_file
 
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError
-from trivium.metrics import depends_on_machine
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.metrics import depends_on_machine
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.trained_models import ScoreModel
 from trivium.runtime.launch import run

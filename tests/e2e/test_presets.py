@@ -12,7 +12,7 @@ from configs import tiny_model
 from safetensors.numpy import load_file
 
 from trivium.config import RunConfig, config_from_mapping, merged
-from trivium.registry import CATALOGUE
+from trivium.foundation.registry import CATALOGUE
 from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.launch import run
 from trivium.text.tiny import TinyModel

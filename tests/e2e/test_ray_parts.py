@@ -35,17 +35,25 @@ from tests.e2e.ray_hosted import (
 )
 from tests.processes import survivors
 from trivium import errors
-from trivium.board import SharedBoard
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, result_of, start_host, start_role
 from trivium.cluster.engines import EngineSpec, ReplicatedEngine
 from trivium.cluster.session import ray_session
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel, Stored, store
 from trivium.config import load_config
-from trivium.errors import ConfigError, MissingPackage, Problem, ProcessDied, RoleFailed, SyncError, TriviumError
+from trivium.foundation.board import SharedBoard
+from trivium.foundation.errors import (
+    ConfigError,
+    MissingPackage,
+    Problem,
+    ProcessDied,
+    RoleFailed,
+    SyncError,
+    TriviumError,
+)
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import EngineFailure, PromptTooLong, sampled
 from trivium.protocols import StreamingEngine
-from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.testing import check_channel, check_engine

@@ -13,7 +13,7 @@ import pytest
 from trivium.algorithms.batches import batch_of
 from trivium.buffers.journal import Journal
 from trivium.config import RunConfig, config_from_mapping, merged, read_yaml
-from trivium.metrics import declared
+from trivium.foundation.metrics import declared
 from trivium.runtime.build import build_buffer, build_schedule, shares_buffer
 from trivium.runtime.export import export
 from trivium.runtime.launch import run

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from trivium.buffers.files import conversation_of
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.models.heads.classifier import load_score_model
 from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.rewards.model import ModelReward

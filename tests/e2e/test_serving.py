@@ -19,7 +19,7 @@ from openai import AsyncOpenAI, AuthenticationError, BadRequestError, OpenAI
 from tests.processes import Forked, commands
 from tests.waiting import eventually, until
 from trivium.config import load_config
-from trivium.errors import ConfigError, RolloutsFailing
+from trivium.foundation.errors import ConfigError, RolloutsFailing
 from trivium.runtime.launch import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,10 +12,10 @@ from failing import refused
 
 from tests.processes import commands
 from trivium.config import load_config
-from trivium.config.machine import Machine
-from trivium.config.plan import plan_run
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.heads.value_head import VALUE_HEAD
+from trivium.planning.machine import Machine
+from trivium.planning.plan import plan_run
 from trivium.runtime.preflight import preflight
 
 RUN: dict[str, Any] = {

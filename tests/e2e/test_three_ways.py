@@ -16,7 +16,7 @@ from tests.e2e.test_torchrun import assert_ranks_end
 from tests.processes import Forked, trivium
 from trivium.buffers.journal import Journal
 from trivium.cli import main
-from trivium.metrics import depends_on_machine
+from trivium.foundation.metrics import depends_on_machine
 
 CONFIG = Path(__file__).parent / "three_ways.yaml"
 STEPS = {"sampled": (1, 2), "scripted": (3, 4, 5, 6, 7)}

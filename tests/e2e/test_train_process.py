@@ -122,7 +122,7 @@ def test_no_attempt_begins_while_a_process_of_the_last_one_may_write(whole: dict
 
 
 def hold(run_dir: Path, owner: int) -> None:
-    from trivium.concurrency import ProcessLife
+    from trivium.foundation.concurrency import ProcessLife
     from trivium.runtime.run_dir import hold_with
 
     hold_with(ProcessLife.of(owner), run_dir)

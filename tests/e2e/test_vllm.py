@@ -32,12 +32,12 @@ from trivium.config import config_from_mapping
 from trivium.engines.endpoint.engine import EndpointEngine
 from trivium.engines.vllm.engine import VllmEngine
 from trivium.engines.vllm.process import dead_error, unless_dead
-from trivium.errors import RolloutError, SyncError
+from trivium.foundation.errors import RolloutError, SyncError
+from trivium.foundation.randomness import SampleKey
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import adapter_state, attach, merged_state, pushed_adapter
 from trivium.models.weights.section import LoraConfig
 from trivium.policy import EngineFailure
-from trivium.randomness import SampleKey
 from trivium.runtime.launch import run
 from trivium.testing import check_engine, reference_policy
 from trivium.text.renderer import ChatRenderer, renderer_of

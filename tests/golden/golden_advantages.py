@@ -8,10 +8,10 @@ from golden_runners import Arguments, answers, policy_objective, section
 from torch import Tensor
 
 from trivium.algorithms import AdvantageInputs, Advantages
-from trivium.algorithms.advantages.finishing import normalised
 from trivium.algorithms.algorithm import Estimator
+from trivium.algorithms.estimators.finishing import normalised
+from trivium.algorithms.losses.base import policy_inputs
 from trivium.algorithms.metadata import EstimatorMetadata, FilterMetadata, resolve_function
-from trivium.algorithms.policy_losses.base import policy_inputs
 from trivium.algorithms.token_weights import discriminant
 from trivium.types import Batch, Experience, Group, Task, Trajectory
 

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from trivium.algorithms import PairInputs
 from trivium.algorithms.metadata import PairLossMetadata, resolve_function
-from trivium.algorithms.preference import reference_point
+from trivium.algorithms.preference.losses import reference_point
 
 SIDES = ("policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected")
 

@@ -6,8 +6,8 @@ import torch
 from golden_runners import Arguments, answers
 
 from trivium.algorithms import catalogue, policy_inputs
-from trivium.algorithms.advantages.base import AdvantageInputs
-from trivium.algorithms.policy_losses.base import PolicyInputs
+from trivium.algorithms.estimators.base import AdvantageInputs
+from trivium.algorithms.losses.base import PolicyInputs
 
 LOSSES = catalogue("policy_losses")
 DIRECTION = {0.0: "forward", 0.5: "jsd", 1.0: "reverse"}

@@ -8,10 +8,10 @@ from golden_runners import Arguments, answers, minimised, policy_objective, sect
 from torch import Tensor
 
 from trivium.algorithms import PolicyInputs, policy_inputs
+from trivium.algorithms.losses.base import row_mean
+from trivium.algorithms.losses.mixed import mu_schedule
 from trivium.algorithms.metadata import EntropyMetadata, KlMetadata, resolve_function
 from trivium.algorithms.objective import PolicyObjective, Term
-from trivium.algorithms.policy_losses.base import row_mean
-from trivium.algorithms.policy_losses.mixed import mu_schedule
 from trivium.algorithms.stats import masked_mean
 
 CLIPPED = {"pg_clipfrac": "train/clip_fraction", "pg_clipfrac_lower": "train/clip_fraction_lower", "ppo_kl": "train/kl"}

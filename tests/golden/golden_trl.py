@@ -6,9 +6,9 @@ from golden_runners import Arguments, answers, minimised, policy_objective, sect
 from torch import Tensor
 
 from trivium.algorithms import policy_inputs
+from trivium.algorithms.losses.base import row_mean
 from trivium.algorithms.metadata import KlMetadata, PolicyLossMetadata, resolve_function
 from trivium.algorithms.objective import Term
-from trivium.algorithms.policy_losses.base import row_mean
 from trivium.algorithms.stats import masked_mean
 
 MEAN = {

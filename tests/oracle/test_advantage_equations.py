@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trivium.algorithms import AdvantageInputs, Advantages, catalogue
 from trivium.algorithms.stats import group_statistics, masked_var
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 
 ESTIMATORS = catalogue("advantages")
 Estimator = Callable[[AdvantageInputs], Advantages]

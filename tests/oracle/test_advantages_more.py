@@ -19,14 +19,14 @@ from failing import refused
 from torch import Tensor, tensor
 
 from trivium.algorithms import AdvantageInputs, GroupAlgorithm, PolicyObjective, build_algorithm, catalogue
-from trivium.algorithms.advantages.finishing import normalised, whitened
 from trivium.algorithms.algorithm import Estimator
 from trivium.algorithms.batches import batch_of
 from trivium.algorithms.estimator_inputs import advantage_inputs, estimator_column
+from trivium.algorithms.estimators.finishing import normalised, whitened
+from trivium.algorithms.losses.base import policy_inputs
 from trivium.algorithms.metadata import EstimatorMetadata
-from trivium.algorithms.policy_losses.base import policy_inputs
 from trivium.config import AlgorithmConfig, plugin
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import Batch, Experience, Group, Task, Trajectory, Turn, TurnSpan
 
 ESTIMATORS = catalogue("advantages")

@@ -18,7 +18,7 @@ from trivium.algorithms import (
     policy_inputs,
 )
 from trivium.algorithms.metadata import KlMetadata, resolve_function
-from trivium.errors import ConfigError, DataError, UnknownName
+from trivium.foundation.errors import ConfigError, DataError, UnknownName
 
 V = 6
 ESTIMATORS = catalogue("kl_estimators")

@@ -29,7 +29,7 @@ from torch import Tensor
 from trivium.algorithms import catalogue
 from trivium.algorithms.formulas import mentions_option
 from trivium.algorithms.metadata import PolicyLossMetadata, options_of
-from trivium.metrics import checked
+from trivium.foundation.metrics import checked
 
 LOSSES = catalogue("policy_losses")
 OBJECTIVES = objectives()

@@ -13,8 +13,8 @@ from failing import refused
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.presets import GRPO, PPO, REINFORCE, RLOO, SFT
-from trivium.errors import DataError
-from trivium.metrics import checked
+from trivium.foundation.errors import DataError
+from trivium.foundation.metrics import checked
 from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.policy import ENGINE_S, REWARD_S, ROLLOUT_S
 from trivium.types import EXPERT_VERSION, Batch, Failure, StopReason, Trajectory, Turn

@@ -18,7 +18,7 @@ from trivium.algorithms.correction import OPTIONS
 from trivium.algorithms.importance_weights import corrected, importance_weights, rejection_statistic
 from trivium.algorithms.mismatch import mismatch
 from trivium.algorithms.presets import GRPO, REINFORCE
-from trivium.metrics import checked
+from trivium.foundation.metrics import checked
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.types import EXPERT_VERSION, Batch, Experience
 

@@ -8,9 +8,9 @@ from failing import refused
 from torch import Tensor
 
 from trivium.algorithms import gpt_lm_loss, kd_loss, logprobs_from_logits, policy_inputs, sum_pi_squared_from_logits
-from trivium.algorithms.policy_losses.base import PolicyInputs
-from trivium.algorithms.policy_losses.distillation import distill, distill_student_top_k, distill_top_k
-from trivium.errors import DataError
+from trivium.algorithms.losses.base import PolicyInputs
+from trivium.algorithms.losses.distillation import distill, distill_student_top_k, distill_top_k
+from trivium.foundation.errors import DataError
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, top_k_log_probs
 
 V = 7

@@ -12,8 +12,8 @@ from configs import configured
 
 from trivium.algorithms import GroupAlgorithm, catalogue, policy_inputs
 from trivium.algorithms.entropy import EntropyController
-from trivium.algorithms.policy_losses.base import PolicyInputs
-from trivium.algorithms.policy_losses.future import discounted_future
+from trivium.algorithms.losses.base import PolicyInputs
+from trivium.algorithms.losses.future import discounted_future
 from trivium.runtime.build import algorithm_of
 
 FIPO = catalogue("policy_losses")["fipo"]

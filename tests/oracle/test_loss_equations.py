@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trivium.algorithms import PolicyInputs, PolicyObjective, ValueObjective, catalogue, compute_policy_loss
 from trivium.algorithms.objective import Term
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.heads.loss import LossDenominators, LossInputs
 
 LOSSES = catalogue("policy_losses")

@@ -11,9 +11,9 @@ from algebra import numbers
 from torch import Tensor
 
 from trivium.algorithms import PolicyInputs, PolicyObjective, catalogue, policy_inputs
+from trivium.algorithms.losses.base import LOG_RATIO_BOUND
+from trivium.algorithms.losses.mixed import mu_schedule
 from trivium.algorithms.objective import Term
-from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND
-from trivium.algorithms.policy_losses.mixed import mu_schedule
 from trivium.models.heads.loss import LossDenominators, LossInputs
 
 LOSSES = catalogue("policy_losses")

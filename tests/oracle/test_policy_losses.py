@@ -11,8 +11,8 @@ from algebra import numbers
 from torch import Tensor
 
 from trivium.algorithms import PerToken, PolicyInputs, catalogue, policy_inputs
-from trivium.algorithms.policy_losses.covariance import highest_covariance, some_high_covariance
-from trivium.algorithms.policy_losses.trust import heaviest
+from trivium.algorithms.losses.covariance import highest_covariance, some_high_covariance
+from trivium.algorithms.losses.trust import heaviest
 
 LOSSES = catalogue("policy_losses")
 

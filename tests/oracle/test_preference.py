@@ -17,9 +17,19 @@ from torch import Tensor
 
 from trivium.algorithms import GroupAlgorithm, PairInputs, ScoreInputs, pair_inputs
 from trivium.algorithms.batches import batch_of_pairs, pair_of
-from trivium.algorithms.preference import dpo, hps, ipo, kto, kto_mismatched, kto_pair, logexp, reference_point, sigmoid
-from trivium.errors import DataError
-from trivium.metrics import checked
+from trivium.algorithms.preference.losses import (
+    dpo,
+    hps,
+    ipo,
+    kto,
+    kto_mismatched,
+    kto_pair,
+    logexp,
+    reference_point,
+    sigmoid,
+)
+from trivium.foundation.errors import DataError
+from trivium.foundation.metrics import checked
 from trivium.types import Failure, Group, Task, Trajectory, Turn
 
 PAIR_LOSSES = {f"{v}": (v.kind, v.options) for v in variants("pair_losses")}

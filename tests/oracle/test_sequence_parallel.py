@@ -13,7 +13,7 @@ from failing import refused
 from rank_processes import run_ranks
 from training_parts import VOCABULARY, write_model
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.sequence_parallel import SequenceGroup
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel

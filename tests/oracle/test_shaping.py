@@ -23,8 +23,8 @@ from trivium.algorithms import GroupAlgorithm, ShapingInputs, build_algorithm, r
 from trivium.algorithms.metadata import FilterMetadata, ShapingMetadata, resolve_function
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.config import AlgorithmConfig, plugin
-from trivium.errors import DataError
-from trivium.metrics import checked
+from trivium.foundation.errors import DataError
+from trivium.foundation.metrics import checked
 from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
 
 # --------------------------------------------------------------------------- what a config would call

@@ -28,8 +28,8 @@ from rank_processes import run_ranks
 from training_parts import SIZE, random_model
 from transformers import AutoConfig, Qwen3MoeConfig
 
-from trivium.config.parallel import EXPERT_MODELS
 from trivium.models.heads.vocabulary_part import WHOLE
+from trivium.planning.parallel import EXPERT_MODELS
 from trivium.training.engine import TorchTrainEngine
 
 pytestmark = pytest.mark.timeout(1200)  # the ranks of all tests run in the first one

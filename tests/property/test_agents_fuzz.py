@@ -27,7 +27,7 @@ from vision_parts import picture
 
 from tests.serving import RENDERER, VOCABULARY, Babbler, Served, served
 from trivium.engines.torch.engine import TorchEngine
-from trivium.randomness import uniforms
+from trivium.foundation.randomness import uniforms
 from trivium.text.renderer import ChatRenderer, renderer_of
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import Batch, Completion, Group, Request, experiences_of, forks_of

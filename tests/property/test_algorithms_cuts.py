@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trivium.algorithms import PerToken, PolicyInputs, agg_loss, catalogue
-from trivium.errors import UnknownName
+from trivium.foundation.errors import UnknownName
 
 MODES = catalogue("aggregations")
 BY_MODE = {mode: objectives(mode) for mode in MODES}

@@ -22,7 +22,7 @@ from failing import refused
 from trivium.clients.http import read_token
 from trivium.config import load_config
 from trivium.config.reading import read_bounded
-from trivium.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, TriviumError
 from trivium.runtime.launch import ready
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 from PIL import Image
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.models.vision.images import check_image, decoded
 from trivium.rewards.remote_forms import FormError, Protocol, RemoteSample, RemoteScore, request, scores
 from trivium.tasks.pictures import read_image

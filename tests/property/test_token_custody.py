@@ -14,10 +14,10 @@ from example_counts import number_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from trivium.foundation.randomness import SampleKey, uniforms
 from trivium.models.backbone.huggingface import PLAIN_TEMPLATE as PLAIN
 from trivium.models.vision.images import images_of
 from trivium.policy import Policy
-from trivium.randomness import SampleKey, uniforms
 from trivium.tasks.drawings import png
 from trivium.text.renderer import ChatRenderer, renderer_of
 from trivium.text.tiny import tiny_tokenizer

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from chat_matrix import SCHEMAS, TOLD, UNICODE, Subject, check_shown
 
-from trivium.errors import DataError, TemplateRefusal
+from trivium.foundation.errors import DataError, TemplateRefusal
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tools import attempted_calls
 from trivium.types import IMAGE, Media, Message, Prompt, StopReason, ToolCall

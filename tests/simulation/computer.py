@@ -20,7 +20,7 @@ from typing import Any
 
 import greenlet
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 
 EPOCH = 1_700_000_000.0
 """`time.time()` when a simulation begins."""

@@ -21,9 +21,9 @@ from pydantic import Field
 
 from trivium.config import TrainConfig
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
+from trivium.foundation.randomness import uniforms
 from trivium.protocols import Algorithm, Objective, TrainEngine, Weights
-from trivium.randomness import uniforms
 from trivium.rewards.functions import Exact
 from trivium.types import Batch, Completion, FloatArray, Metrics, Request
 

@@ -14,7 +14,7 @@ from tests.simulation.computer import Computer
 from tests.simulation.hardware import UNGRADED, UNTRAINED
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RunConfig
-from trivium.run_role import dead_explorers
+from trivium.foundation.run_role import dead_explorers
 from trivium.types import SERVED, Batch
 
 

@@ -25,9 +25,9 @@ import torch
 
 from tests.simulation.spec import FAMILY, Outcome, Spec
 from tests.simulation.world import BASE, World
-from trivium.checkpoint.atomic import atomic_write
-from trivium.concurrency import ProcessLife
 from trivium.config import load_config
+from trivium.foundation.atomic import atomic_write
+from trivium.foundation.concurrency import ProcessLife
 from trivium.runtime.launch import run
 
 _PATIENCE_S = 300

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 FAMILY = 5
 """Seeds in a row with one config. The first of them has no faults: the others are compared with it."""

@@ -19,8 +19,8 @@ from tests.simulation import seeds
 from tests.simulation.planted import PLANTED, find
 from tests.simulation.seeds import prepare, run_seeds, run_spec
 from tests.simulation.spec import FAMILY, Fault, Spec
-from trivium.concurrency import ProcessLife
-from trivium.errors import ConfigError
+from trivium.foundation.concurrency import ProcessLife
+from trivium.foundation.errors import ConfigError
 
 SEEDS = range(40)
 

@@ -24,7 +24,7 @@ from tests.simulation.network import Network
 from tests.simulation.spec import Fault, Outcome, Spec
 from tests.simulation.system import installed
 from trivium.config import RunConfig, load_config
-from trivium.errors import TriviumError, first_cause, one_line
+from trivium.foundation.errors import TriviumError, first_cause, one_line
 from trivium.runtime.launch import run as run_command
 from trivium.types import Batch
 

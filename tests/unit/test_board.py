@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import until
-from trivium.board import Board, FileTable, MemoryBoard, SharedBoard, Values
 from trivium.buffers.sql.database import Database, SqlTable
+from trivium.foundation.board import Board, FileTable, MemoryBoard, SharedBoard, Values
 
 Boards = Callable[[], Board]
 """Ends of one board, as different roles hold them."""

@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 from trivium.cli import Outcome, app, first_cause, show_demo, show_tiny_demo
 from trivium.config import load_config
-from trivium.config.choices import choices
-from trivium.config.machine import Machine
-from trivium.config.plan import choices_of
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
+from trivium.planning.choices import choices
+from trivium.planning.machine import Machine
+from trivium.planning.plan import choices_of
 from trivium.runtime.demo import Answers, questions, short
 from trivium.runtime.logs import logging_to
 

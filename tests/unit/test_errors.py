@@ -11,7 +11,7 @@ import pytest
 from failing import check_error, refused
 
 from trivium import errors
-from trivium.errors import ConfigError, MissingPackage, Problem, TriviumError, UnknownName
+from trivium.foundation.errors import ConfigError, MissingPackage, Problem, TriviumError, UnknownName
 
 
 def drawn_tree(text: str) -> dict[str, str]:

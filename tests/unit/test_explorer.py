@@ -19,18 +19,18 @@ from failing import check_error, refused
 from tests.sessions import Plays
 from tests.waiting import until
 from trivium import concurrency
-from trivium.board import MemoryBoard
 from trivium.buffers.journal import encode_group
 from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RewardConfig
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import RewardError, RolloutError, RolloutsFailing, first_cause
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import RewardError, RolloutError, RolloutsFailing, first_cause
+from trivium.foundation.randomness import SampleKey
+from trivium.foundation.registry import resolve
 from trivium.loops import explore_loop
 from trivium.policy import EngineFailure, Policy, PromptTooLong
-from trivium.randomness import SampleKey
-from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
 from trivium.synchronizer import Synchronizer

@@ -20,17 +20,17 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from tests.sessions import Plays
 from tests.waiting import until
-from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RunConfig, config_from_mapping
 from trivium.engines.scripted import ScriptedEngine
 from trivium.engines.torch.engine import TorchEngine
 from trivium.engines.torch.sampling import RowSampling, sample
-from trivium.errors import ConfigError, RolloutsFailing, SyncError, first_cause
 from trivium.explorer import Explorer
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import ConfigError, RolloutsFailing, SyncError, first_cause
+from trivium.foundation.randomness import SampleKey, uniforms
 from trivium.loops import explore_loop, follow_weights
 from trivium.policy import Policy
-from trivium.randomness import SampleKey, uniforms
 from trivium.rewards.judge import make_judge
 from trivium.runtime.launch import run
 from trivium.schedule import Schedule

@@ -7,8 +7,8 @@ import math
 import pytest
 from failing import refused
 
-from trivium.errors import DataError
-from trivium.metrics import METRICS, aggregate, checked, declare, declared, depends_on_machine, same
+from trivium.foundation.errors import DataError
+from trivium.foundation.metrics import METRICS, aggregate, checked, declare, declared, depends_on_machine, same
 from trivium.step_report import step_row
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trivium.randomness import SampleKey, permutation, stream, uniforms
+from trivium.foundation.randomness import SampleKey, permutation, stream, uniforms
 
 KEY = SampleKey(seed=0, purpose="train", taskset="train", task_id="7")
 

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sessions import RENDERER, TASKS, Lengths, Session
-from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.slots import SlotState
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import DataError, RolloutsFailing
 from trivium.explorer import Explorer
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import DataError, RolloutsFailing
 from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
 from trivium.synchronizer import Synchronizer

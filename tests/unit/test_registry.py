@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from failing import refused
 
-from trivium.errors import ConfigError, UnknownName
+from trivium.foundation.errors import ConfigError, UnknownName
+from trivium.foundation.registry import CATALOGUE, lazy_names, resolve, suggest
 from trivium.models import late
-from trivium.registry import CATALOGUE, lazy_names, resolve, suggest
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import pytest
 from failing import refused
 
 from tests.waiting import until
-from trivium.board import Board, MemoryBoard, SharedBoard, Values
 from trivium.buffers.sql.database import Database, SqlTable
-from trivium.errors import ConfigError, RoleFailed, SyncError
-from trivium.run_role import _without_beats, dead_explorers, live_explorers
+from trivium.foundation.board import Board, MemoryBoard, SharedBoard, Values
+from trivium.foundation.errors import ConfigError, RoleFailed, SyncError
+from trivium.foundation.run_role import _without_beats, dead_explorers, live_explorers
 from trivium.synchronizer import Synchronizer
 from trivium.types import DAY, TRAINER, RunningStatus, SyncStyle
 

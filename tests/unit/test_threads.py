@@ -13,8 +13,8 @@ from failing import refused
 
 from tests.waiting import until
 from trivium import concurrency
-from trivium.concurrency import Threads, left_behind
-from trivium.errors import RolloutError
+from trivium.foundation.concurrency import Threads, left_behind
+from trivium.foundation.errors import RolloutError
 
 
 async def test_results_and_errors_come_back() -> None:
@@ -130,7 +130,7 @@ async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_endless_function_does_not_outlive_its_deadline() -> None:
     program = """
 import asyncio, time
-from trivium.concurrency import Threads
+from trivium.foundation.concurrency import Threads
 def endless():
     while True: time.sleep(0.05)
 async def main():

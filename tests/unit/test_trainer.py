@@ -20,19 +20,19 @@ from failing import refused
 from tests.sessions import RENDERER, TASKS, Counting, Kept, Lengths, memory_buffer
 from tests.waiting import until
 from trivium.algorithms import build_algorithm
-from trivium.board import MemoryBoard
 from trivium.buffers.strategies import DefaultStrategy
 from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, RunConfig, config_from_mapping, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import RunDirError, StorageError, TriviumError
 from trivium.evaluate import Evaluator, RemoteEvaluator
 from trivium.explorer import Explorer
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import RunDirError, StorageError, TriviumError
+from trivium.foundation.registry import CATALOGUE, resolve
 from trivium.loops import Parts, run
 from trivium.protocols import EngineSettings, Objective
 from trivium.publisher import Publisher
-from trivium.registry import CATALOGUE, resolve
 from trivium.rewards.judge import make_judge
 from trivium.runtime.launch import run as launch
 from trivium.schedule import Cadence, Schedule

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from trivium.concurrency import Turns
+from trivium.foundation.concurrency import Turns
 
 
 async def test_at_most_so_many_at_once_in_order() -> None:

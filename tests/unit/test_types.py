@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from failing import refused
 
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.types import (
     EXPERT_VERSION,
     Batch,

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
 from trivium.algorithms.aggregation import Counts, agg_loss
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.correction import Correction, NamedCorrection
 from trivium.algorithms.entropy import compute_entropy_loss, entropy_from_logits
+from trivium.algorithms.estimators.base import AdvantageInputs, Advantages
 from trivium.algorithms.importance_weights import correct
 from trivium.algorithms.kl import (
     AdaptiveKLController,
@@ -16,6 +16,9 @@ from trivium.algorithms.kl import (
     kl_penalty,
 )
 from trivium.algorithms.logits import gpt_lm_loss, kd_loss, logprobs_from_logits, sum_pi_squared_from_logits
+from trivium.algorithms.losses.base import PerToken, PolicyInputs, policy_inputs
+from trivium.algorithms.losses.clipped import compute_policy_loss
+from trivium.algorithms.losses.value_loss import ValueObjective, compute_value_loss
 from trivium.algorithms.metadata import (
     When,
     advantage,
@@ -32,15 +35,12 @@ from trivium.algorithms.metadata import (
     selection,
 )
 from trivium.algorithms.objective import PolicyObjective
-from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs, policy_inputs
-from trivium.algorithms.policy_losses.clipped import compute_policy_loss
-from trivium.algorithms.preference import PairInputs, PerPair, ScoreInputs, pair_inputs
-from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference.losses import PairInputs, PerPair, ScoreInputs, pair_inputs
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.presets import Preset
 from trivium.algorithms.shaping import ShapingInputs
-from trivium.algorithms.value_loss import ValueObjective, compute_value_loss
 from trivium.config import AlgorithmConfig
-from trivium.registry import resolve
+from trivium.foundation.registry import resolve
 
 
 def build_algorithm(config: AlgorithmConfig, seed: int = 0, max_new_tokens: int = 0) -> GroupAlgorithm:

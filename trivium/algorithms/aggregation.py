@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trivium.algorithms.metadata import aggregation
 from trivium.algorithms.stats import masked_sum
-from trivium.errors import UnknownName
+from trivium.foundation.errors import UnknownName
+from trivium.foundation.registry import CATALOGUE, resolve, suggest
 from trivium.models.late import torch
-from trivium.registry import CATALOGUE, resolve, suggest
 
 if TYPE_CHECKING:
     from torch import Tensor

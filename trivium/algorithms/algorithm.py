@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, members
-from trivium.algorithms.advantages.finishing import Normalise, normalised
 from trivium.algorithms.batches import batch_of, batch_of_pairs, column, pair_of, ragged
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.entropy import EntropyController
@@ -21,20 +19,22 @@ from trivium.algorithms.estimator_inputs import (
     shaping_inputs,
     truncated_rows,
 )
+from trivium.algorithms.estimators.base import AdvantageInputs, Advantages, members
+from trivium.algorithms.estimators.finishing import Normalise, normalised
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.importance_weights import corrected, measured
 from trivium.algorithms.kl import AdaptiveKLController, KlController, apply_kl_penalty, k1
+from trivium.algorithms.losses.base import PolicyInputs, check_per_token
+from trivium.algorithms.losses.value_loss import SharedObjective, ValueObjective
 from trivium.algorithms.metadata import EstimatorMetadata, KlMetadata
 from trivium.algorithms.objective import FORWARD_COLUMNS, TEACHER_COLUMNS, PolicyObjective
-from trivium.algorithms.policy_losses.base import PolicyInputs, check_per_token
-from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.resampling import Resampling
 from trivium.algorithms.rollout_metrics import describe, describe_tokens
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.algorithms.stats import masked_var
-from trivium.algorithms.teacher_prompts import TeacherPrompts
-from trivium.algorithms.value_loss import SharedObjective, ValueObjective
-from trivium.errors import DataError
+from trivium.algorithms.teachers.teacher_prompts import TeacherPrompts
+from trivium.foundation.errors import DataError
 from trivium.models.late import torch
 from trivium.types import SCORES, AnyArray, Batch, Group, Metrics, Teacher
 

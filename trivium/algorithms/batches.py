@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
+from trivium.foundation.randomness import stream, uniforms
 from trivium.models.late import torch
-from trivium.randomness import stream, uniforms
 from trivium.types import EXPERT_VERSION, AnyArray, Batch, Experience, Group, Trajectory, experiences_of
 
 if TYPE_CHECKING:

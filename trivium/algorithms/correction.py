@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from trivium.config import Plugin, RunConfig, merged
-from trivium.errors import Problem
-from trivium.registry import suggest
+from trivium.foundation.errors import Problem
+from trivium.foundation.registry import suggest
 
 OPTIONS = tuple(
     f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for estimator in ("k1", "k2", "k3")

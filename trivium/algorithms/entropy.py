@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trivium.algorithms.aggregation import agg_loss
+from trivium.algorithms.losses.base import PolicyInputs
 from trivium.algorithms.metadata import entropy_term
-from trivium.algorithms.policy_losses.base import PolicyInputs
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.late import torch
 
 if TYPE_CHECKING:

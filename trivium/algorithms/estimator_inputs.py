@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trivium.algorithms.advantages.base import AdvantageInputs
 from trivium.algorithms.batches import column, numbered, padded, token_uniforms
+from trivium.algorithms.estimators.base import AdvantageInputs
 from trivium.algorithms.shaping import ShapingInputs
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.late import torch
 from trivium.types import AnyArray, Batch, Experience, StopReason, TurnSpan
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.formulas import describe_function, with_values
 from trivium.algorithms.kl import AdaptiveKLController
+from trivium.algorithms.losses.value_loss import FORMULA as VALUE_FORMULA
+from trivium.algorithms.losses.value_loss import SOURCE as VALUE_SOURCE
+from trivium.algorithms.losses.value_loss import SharedObjective, ValueObjective
 from trivium.algorithms.metadata import AggregationMetadata, format_value, metadata_of
 from trivium.algorithms.objective import OBSERVATION, OBSERVATION_SOURCE, PolicyObjective, Term
-from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.resampling import SOURCE as RESAMPLING
-from trivium.algorithms.value_loss import FORMULA as VALUE_FORMULA
-from trivium.algorithms.value_loss import SOURCE as VALUE_SOURCE
-from trivium.algorithms.value_loss import SharedObjective, ValueObjective
-from trivium.registry import resolve
+from trivium.foundation.registry import resolve
 
 LEGEND = (
     "A advantage, R a trajectory's reward, r = exp(log_prob - old_log_prob), p = exp(log_prob), H entropy, "

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple, cast
 from pydantic import Field
 
 from trivium.algorithms.metadata import FilterMetadata, group_filter
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import REFERENCE_REWARDS, Group, StopReason, reference_rewards
 
 Component = Annotated[str, Field(description="the component of the reward that is compared; empty for the total")]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from trivium.algorithms.batches import padded, ragged
 from trivium.algorithms.correction import Bounds, Correction, interval
+from trivium.algorithms.losses.base import expert_rows, zero_outside
 from trivium.algorithms.mismatch import bounded, mismatch, rejected_metrics, rejection_metrics, weight_metrics
-from trivium.algorithms.policy_losses.base import expert_rows, zero_outside
 from trivium.models.late import torch
 from trivium.types import AnyArray, Batch, Metrics
 

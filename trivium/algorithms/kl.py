@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 from pydantic import Field
 
 from trivium.algorithms.formulas import with_values
+from trivium.algorithms.losses.base import PolicyInputs, bounded_log_ratio, policy_inputs
 from trivium.algorithms.metadata import KlMetadata, catalogue, kl_estimator, metadata_of, options_of
-from trivium.algorithms.policy_losses.base import PolicyInputs, bounded_log_ratio, policy_inputs
 from trivium.algorithms.stats import masked_mean
-from trivium.errors import ConfigError, DataError, UnknownName
+from trivium.foundation.errors import ConfigError, DataError, UnknownName
+from trivium.foundation.registry import suggest
 from trivium.models.late import torch
-from trivium.registry import suggest
 
 if TYPE_CHECKING:
     from torch import Tensor

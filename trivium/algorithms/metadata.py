@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar, get_t
 from pydantic import create_model
 
 from trivium.config import Plugin
-from trivium.errors import ConfigError
-from trivium.registry import CATALOGUE, resolve, suggest
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.registry import CATALOGUE, resolve, suggest
 from trivium.types import SCORES
 
 COLUMNS = frozenset(SCORES.values()) | {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND, row_mean, zero_outside
+from trivium.algorithms.losses.base import LOG_RATIO_BOUND, row_mean, zero_outside
 from trivium.models.late import torch
 from trivium.types import Metrics
 

@@ -16,9 +16,7 @@ from trivium.algorithms.aggregation import Counts
 from trivium.algorithms.batches import numbered, padded, ragged, token_uniforms
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.importance_weights import corrected, live_weights, measured
-from trivium.algorithms.metadata import EntropyMetadata, KlMetadata, PolicyLossMetadata, TokenWeightMetadata
-from trivium.algorithms.mismatch import compared, with_sample_sizes
-from trivium.algorithms.policy_losses.base import (
+from trivium.algorithms.losses.base import (
     PerToken,
     PolicyInputs,
     check_per_token,
@@ -26,10 +24,12 @@ from trivium.algorithms.policy_losses.base import (
     row_mean,
     zero_outside,
 )
-from trivium.errors import DataError
+from trivium.algorithms.metadata import EntropyMetadata, KlMetadata, PolicyLossMetadata, TokenWeightMetadata
+from trivium.algorithms.mismatch import compared, with_sample_sizes
+from trivium.foundation.errors import DataError
+from trivium.foundation.registry import resolve
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.late import torch
-from trivium.registry import resolve
 from trivium.types import CANDIDATES, Batch, Metrics
 
 if TYPE_CHECKING:

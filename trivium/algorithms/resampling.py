@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from trivium.algorithms.advantages.base import Members
+from trivium.algorithms.estimators.base import Members
 from trivium.config import Config, RunConfig
-from trivium.errors import Problem
-from trivium.randomness import stream, uniforms
+from trivium.foundation.errors import Problem
+from trivium.foundation.randomness import stream, uniforms
 from trivium.types import Batch
 
 _FLOOR = 1e-8

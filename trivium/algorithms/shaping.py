@@ -14,7 +14,7 @@ from pydantic import Field
 
 from trivium.algorithms.metadata import ShapingMetadata, When, reward_shaping
 from trivium.algorithms.stats import distinct, group_statistics
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.late import torch
 
 if TYPE_CHECKING:

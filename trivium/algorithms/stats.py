@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.late import torch
 
 if TYPE_CHECKING:

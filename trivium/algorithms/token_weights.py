@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from trivium.algorithms.entropy import given_entropy
+from trivium.algorithms.losses.base import PolicyInputs, row_mean
 from trivium.algorithms.metadata import gate
-from trivium.algorithms.policy_losses.base import PolicyInputs, row_mean
 from trivium.algorithms.stats import distinct
 from trivium.models.late import torch
 

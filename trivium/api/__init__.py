@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trivium.registry import lazy_module
+from trivium.foundation.registry import lazy_module
 
 if TYPE_CHECKING:
     from trivium.config import BufferConfig as BufferConfig
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from trivium.config import StrategyConfig as StrategyConfig
     from trivium.config import WorkflowConfig as WorkflowConfig
     from trivium.engines.torch.engine import TorchEngine as TorchEngine
-    from trivium.errors import RolloutError as RolloutError
+    from trivium.foundation.errors import RolloutError as RolloutError
+    from trivium.foundation.metrics import declare as declare
+    from trivium.foundation.randomness import SampleKey as SampleKey
+    from trivium.foundation.randomness import uniforms as uniforms
     from trivium.inspection.replay_step import replay as replay
     from trivium.inspection.report import write_report as write_report
     from trivium.inspection.rollout_view import decoder as decoder
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from trivium.inspection.rollouts import planned_steps as planned_steps
     from trivium.inspection.rollouts import read_rollouts as read_rollouts
     from trivium.loops import train_step as train_step
-    from trivium.metrics import declare as declare
     from trivium.policy import EngineFailure as EngineFailure
     from trivium.policy import Policy as Policy
     from trivium.policy import Workflow as Workflow
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     from trivium.protocols import TaskSource as TaskSource
     from trivium.protocols import TrainEngine as TrainEngine
     from trivium.protocols import WeightChannel as WeightChannel
-    from trivium.randomness import SampleKey as SampleKey
-    from trivium.randomness import uniforms as uniforms
     from trivium.rewards.by_source import default_compute_score as default_compute_score
     from trivium.rewards.remote import RemoteReward as RemoteReward
     from trivium.rewards.remote_forms import RemoteSample as RemoteSample

@@ -14,7 +14,7 @@ import numpy as np
 from trivium.buffers.read_only import ReadOnlyBuffer
 from trivium.buffers.row_cuts import cut_turns
 from trivium.config import BufferConfig, RunConfig
-from trivium.errors import ConfigError, DataError, Problem
+from trivium.foundation.errors import ConfigError, DataError, Problem
 from trivium.protocols import Renderer
 from trivium.schedule import Assignment, Schedule
 from trivium.text.messages import with_parts

@@ -19,8 +19,8 @@ import msgpack
 import numpy as np
 
 from trivium.buffers.media import MediaFiles, MediaStore
-from trivium.checkpoint.atomic import atomic_write, writing
-from trivium.errors import DataError
+from trivium.foundation.atomic import atomic_write, writing
+from trivium.foundation.errors import DataError
 from trivium.types import Failure, Group, Lease, Media, Message, StopReason, Task, Trajectory, Turn
 
 _log = logging.getLogger("trivium")

@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
-from trivium.checkpoint.atomic import writing
-from trivium.errors import DataError
+from trivium.foundation.atomic import writing
+from trivium.foundation.errors import DataError
 from trivium.types import Media
 
 _CACHED_BYTES = 1 << 27

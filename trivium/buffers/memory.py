@@ -19,9 +19,9 @@ from trivium.buffers.journal import Journal
 from trivium.buffers.slot_buffer import SlotBuffer, Undo, Waits, Work
 from trivium.buffers.slot_machine import HEAD, Predicate, Slots
 from trivium.buffers.slots import OPEN, Row, SlotsState, SlotState, about, may_be_judged_again
-from trivium.concurrency import ProgressDeadline, Waiting, wait_until
 from trivium.config import BufferConfig
-from trivium.errors import DataError
+from trivium.foundation.concurrency import ProgressDeadline, Waiting, wait_until
+from trivium.foundation.errors import DataError
 from trivium.protocols import Renderer
 from trivium.schedule import Schedule
 from trivium.types import Group, Lease

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from trivium.config import Plugin
-from trivium.errors import DataError, RewardError
+from trivium.foundation.errors import DataError, RewardError
 from trivium.policy import named_numbers
 from trivium.types import Capabilities, Failure, Group, Trajectory
 

@@ -11,7 +11,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 from trivium.config import BufferConfig, Plugin, build
-from trivium.errors import ConfigError, DataError, RewardError, RolloutsFailing, TriviumError, described, text_of
+from trivium.foundation.errors import (
+    ConfigError,
+    DataError,
+    RewardError,
+    RolloutsFailing,
+    TriviumError,
+    described,
+    text_of,
+)
 from trivium.policy import MAX_METRIC, MAX_REWARD, named_numbers
 from trivium.protocols import Operator
 from trivium.types import Group, Trajectory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import Capabilities, Group, Lease
 
 

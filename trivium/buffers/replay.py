@@ -13,9 +13,9 @@ from pydantic import Field
 
 from trivium.buffers.strategies import DefaultStrategy, explored_problems, interleaved, replacing_problems
 from trivium.config import RunConfig
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
+from trivium.foundation.randomness import stream, uniforms
 from trivium.protocols import Algorithm, Buffer
-from trivium.randomness import stream, uniforms
 from trivium.schedule import Schedule
 from trivium.types import Group, Sample
 

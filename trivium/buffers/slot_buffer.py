@@ -9,7 +9,7 @@ from typing import Any
 
 from trivium.buffers.slot_machine import Slots
 from trivium.buffers.slots import COUNTERS, Row
-from trivium.concurrency import Waiting
+from trivium.foundation.concurrency import Waiting
 from trivium.types import Group, Lease
 
 Work = Callable[[Slots], Any]

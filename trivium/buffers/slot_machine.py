@@ -23,9 +23,9 @@ from trivium.buffers.slots import (
     log_retries,
     retried,
 )
-from trivium.concurrency import Waiting
-from trivium.errors import DataError
-from trivium.phases import progress
+from trivium.foundation.concurrency import Waiting
+from trivium.foundation.errors import DataError
+from trivium.foundation.phases import progress
 from trivium.schedule import Schedule
 from trivium.types import Group, Lease
 

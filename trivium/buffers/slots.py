@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
 from trivium.schedule import Schedule, num_replaced
 from trivium.types import SERVED, Group, Trajectory
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import writing
+from trivium.foundation.atomic import writing
 from trivium.schedule import Schedule
 from trivium.types import Group
 

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from trivium.buffers.step_log import StepLog
-from trivium.checkpoint.atomic import atomic_write
-from trivium.errors import DataError
+from trivium.foundation.atomic import atomic_write
+from trivium.foundation.errors import DataError
 from trivium.types import AnyArray, Batch, Group
 
 TOKENS = "tokens"

@@ -17,9 +17,9 @@ from pydantic import Field
 from trivium.buffers.files import FileBuffer
 from trivium.config import RunConfig, StrategyConfig
 from trivium.config.checks import WITH_FIXED_VERSIONS
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
+from trivium.foundation.registry import resolve, suggest
 from trivium.protocols import Buffer, Renderer, TaskSource
-from trivium.registry import resolve, suggest
 from trivium.schedule import Schedule
 from trivium.types import Capabilities, Group, Sample, capabilities_of
 

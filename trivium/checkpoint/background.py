@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.checkpoint.store import CheckpointStore
-from trivium.errors import RunDirError, TriviumError
+from trivium.foundation.errors import RunDirError, TriviumError
 from trivium.protocols import TrainEngine
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import MANIFEST, manifest_files
-from trivium.concurrency import Threads
-from trivium.errors import ConfigError, RunDirError
+from trivium.foundation.atomic import MANIFEST, manifest_files
+from trivium.foundation.concurrency import Threads
+from trivium.foundation.errors import ConfigError, RunDirError
 
 
 class RemoteDirectory:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import (
+from trivium.checkpoint.remote import RemoteDirectory
+from trivium.foundation.atomic import (
     MANIFEST,
     commit,
     complete_steps,
@@ -22,8 +23,7 @@ from trivium.checkpoint.atomic import (
     verify_files,
     writing,
 )
-from trivium.checkpoint.remote import RemoteDirectory
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
 
 _log = logging.getLogger("trivium")
 CHECKPOINT = "step"

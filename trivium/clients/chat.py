@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trivium.clients.http import EndpointClient
-from trivium.errors import described
+from trivium.foundation.errors import described
 from trivium.types import IMAGE, openai_parts
 
 if TYPE_CHECKING:

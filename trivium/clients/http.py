@@ -29,7 +29,7 @@ from trivium.config import Plugin, RunConfig
 from trivium.config.checks import is_loopback
 from trivium.config.fields import ConfigPath, free
 from trivium.config.reading import read_bounded
-from trivium.errors import ConfigError, DataError, Problem, RolloutError, text_of
+from trivium.foundation.errors import ConfigError, DataError, Problem, RolloutError, text_of
 
 if TYPE_CHECKING:
     import httpx

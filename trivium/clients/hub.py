@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from trivium.config import config_path
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 
 _ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`owner/name`, or the name of an old model without an owner."""

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trivium.cluster.actors import MAX_CONCURRENCY, ActorDied, Call, Host, Inputs, causality
 from trivium.cluster.pools import ResourcePool
-from trivium.errors import RoleFailed, TriviumError
+from trivium.foundation.errors import RoleFailed, TriviumError
 
 _POLL_S = 1.0
 """Interval at which a wait returns to Python, so that signals are handled."""

@@ -23,7 +23,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from trivium.errors import ProcessDied, RoleFailed, TriviumError
+from trivium.foundation.errors import ProcessDied, RoleFailed, TriviumError
 from trivium.processes.answers import Answer, Failures
 from trivium.runtime.logs import logging_to
 

@@ -23,7 +23,7 @@ from trivium.cluster.weights import store
 from trivium.engines.load_gate import LoadGate
 from trivium.engines.pool import EnginePool, Replica, load_in_time, named
 from trivium.engines.reporting import TokenReport
-from trivium.errors import RoleFailed
+from trivium.foundation.errors import RoleFailed
 from trivium.policy import EngineFailure, sampled
 from trivium.protocols import RolloutEngine, StreamingEngine, WeightHandle, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of

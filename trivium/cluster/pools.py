@@ -11,7 +11,7 @@ import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from trivium.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, TriviumError
 
 _EXACT = 4
 """Ray counts resources in ten-thousandths."""

@@ -16,9 +16,9 @@ from trivium.cluster.engines import EngineSpec, ReplicatedEngine
 from trivium.cluster.ranks import RayRanks
 from trivium.cluster.shared_actors import SharedActors
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import gpus_of
 from trivium.inspection.report import send_report
 from trivium.loops import run
+from trivium.planning.memory_estimate import gpus_of
 from trivium.protocols import Buffer, RolloutEngine
 from trivium.runtime.build import (
     build_buffer,

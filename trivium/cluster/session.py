@@ -17,7 +17,7 @@ from typing import Any
 
 from trivium.checkpoint.store import Checkpoint
 from trivium.config import RunConfig
-from trivium.errors import ConfigError, MissingPackage
+from trivium.foundation.errors import ConfigError, MissingPackage
 from trivium.runtime.build import run_name
 from trivium.runtime.stage import Stage, TrainStage
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trivium.board import SharedBoard
 from trivium.cluster.actors import Proxy
 from trivium.cluster.weights import ObjectStoreChannel
-from trivium.config.memory_estimate import kept_versions
-from trivium.registry import resolve
+from trivium.foundation.board import SharedBoard
+from trivium.foundation.registry import resolve
+from trivium.planning.memory_estimate import kept_versions
 from trivium.runtime.build import Endpoints, build_channel, build_synchronizer
 from trivium.runtime.stage import Stage
 from trivium.synchronizer import Synchronizer

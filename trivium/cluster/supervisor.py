@@ -28,7 +28,7 @@ from trivium.cluster.actors import (
 from trivium.cluster.roles import explore, make_buffer, train, trains_on_gpus
 from trivium.cluster.shared_actors import BUFFER, SYNCHRONIZER, SharedActors
 from trivium.cluster.weight_store import BoardAndWeights
-from trivium.errors import RoleFailed
+from trivium.foundation.errors import RoleFailed
 from trivium.processes.answers import Answer
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.types import TRAINER

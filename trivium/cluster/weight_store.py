@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from trivium.cluster.weights import Stored
-from trivium.errors import VersionGone
+from trivium.foundation.errors import VersionGone
 
 
 class BoardAndWeights:

@@ -6,15 +6,15 @@ import ipaddress
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from trivium.config.memory_estimate import replays_routing, shape_in
 from trivium.config.merging import is_mapping
 from trivium.config.recording import can_score_prompts, recorded, scores_observations
 from trivium.config.rules import Rules
 from trivium.config.schema import WITH_FIXED_VERSIONS, Config, RunConfig
 from trivium.config.sections import ThresholdConfig
-from trivium.errors import Problem, TriviumError
-from trivium.metrics import METRICS, depends_on_machine
-from trivium.registry import describe, resolve, suggest
+from trivium.foundation.errors import Problem, TriviumError
+from trivium.foundation.metrics import METRICS, depends_on_machine
+from trivium.foundation.registry import describe, resolve, suggest
+from trivium.planning.memory_estimate import replays_routing, shape_in
 from trivium.types import MIN_TEMPERATURE, SERVED, TRAINER, SyncStyle, capabilities_of
 
 CONFIG_RULES = Rules[RunConfig]()

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from trivium.config.merging import is_mapping
-from trivium.registry import suggest
+from trivium.foundation.registry import suggest
 
 _OTHER_TRAINERS = "trivium.keys_of_other_trainers"
 """The entry points by which front doors declare the config keys of their originals."""

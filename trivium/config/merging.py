@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from trivium.config.fields import paths_relative_to
 from trivium.config.hints import hint, hint_for_option, section_at
 from trivium.config.merging import is_mapping, merged
 from trivium.config.schema import NestedError, RunConfig
-from trivium.errors import ConfigError, Problem, TriviumError
+from trivium.foundation.errors import ConfigError, Problem, TriviumError
 
 _MAX_BYTES = 1 << 20
 """The largest config file."""

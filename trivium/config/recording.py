@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trivium.config.memory_estimate import replays_routing, shape_in
-from trivium.registry import describe
+from trivium.foundation.registry import describe
+from trivium.planning.memory_estimate import replays_routing, shape_in
 from trivium.types import capabilities_of
 
 if TYPE_CHECKING:

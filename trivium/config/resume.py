@@ -16,7 +16,7 @@ from trivium.config.merging import is_mapping
 from trivium.config.reading import flatten
 from trivium.config.saved import as_yaml
 from trivium.config.schema import BufferConfig, RunConfig
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
 from trivium.types import DAY
 
 _Section = TypeVar("_Section", bound=BaseModel)

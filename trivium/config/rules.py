@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Generic, TypeVar
 
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
 
 Subject = TypeVar("Subject")
 """What a rule reads."""

@@ -24,8 +24,8 @@ from trivium.config.sections import (
     SyncSection,
     ThresholdConfig,
 )
-from trivium.errors import ConfigError, Problem, TriviumError, UnknownName, user_place
-from trivium.registry import CATALOGUE, describe, is_only_here, resolve, suggest
+from trivium.foundation.errors import ConfigError, Problem, TriviumError, UnknownName, user_place
+from trivium.foundation.registry import CATALOGUE, describe, is_only_here, resolve, suggest
 from trivium.types import SERVED, capabilities_of
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from trivium.concurrency import wait_for
+from trivium.foundation.concurrency import wait_for
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.types import Capabilities, Completion, Request

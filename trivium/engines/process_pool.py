@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from trivium.concurrency import gather_or_cancel, wait_for
 from trivium.engines.pool import EnginePool, Replica, load_in_time, named
 from trivium.engines.reporting import call_on
-from trivium.errors import SyncError
+from trivium.foundation.concurrency import gather_or_cancel, wait_for
+from trivium.foundation.errors import SyncError
 from trivium.models.weights.stream import Described, Named, described
 from trivium.policy import EngineFailure, sampled
 from trivium.processes.answers import Failures

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import RolloutError
+from trivium.foundation.errors import RolloutError
 from trivium.types import Completion
 
 if TYPE_CHECKING:

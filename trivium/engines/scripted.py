@@ -15,11 +15,11 @@ from pydantic import Field
 from trivium.config import EngineConfig, PluginPath
 from trivium.engines.load_gate import LoadGate
 from trivium.engines.stopping import StopScan
-from trivium.errors import ConfigError, RolloutError
+from trivium.foundation.errors import ConfigError, RolloutError
+from trivium.foundation.randomness import uniforms
+from trivium.foundation.registry import resolve
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
-from trivium.randomness import uniforms
-from trivium.registry import resolve
 from trivium.types import Capabilities, Completion, Request, StopReason
 
 if TYPE_CHECKING:

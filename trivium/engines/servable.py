@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trivium.errors import RolloutError
+from trivium.foundation.errors import RolloutError
 from trivium.types import Request
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from trivium.errors import ConfigError, Problem
+from trivium.foundation.errors import ConfigError, Problem
 from trivium.frontdoors.plain_values import container_of, imported_omegaconf
 
 

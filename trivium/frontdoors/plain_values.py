@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, cast
 
-from trivium.errors import ConfigError, MissingPackage
+from trivium.foundation.errors import ConfigError, MissingPackage
 
 _MISSING = "???"
 """OmegaConf's marker for a mandatory value that is not set."""

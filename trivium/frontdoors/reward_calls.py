@@ -18,12 +18,12 @@ from numbers import Real
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
-from trivium.concurrency import Threads, Turns, gather_or_cancel, run_here
-from trivium.errors import ConfigError, RewardError, TriviumError, text_of
+from trivium.foundation.concurrency import Threads, Turns, gather_or_cancel, run_here
+from trivium.foundation.errors import ConfigError, RewardError, TriviumError, text_of
+from trivium.foundation.registry import resolve
 from trivium.policy import finite_number
 from trivium.processes.isolated import forked, isolated_function
 from trivium.processes.user_calls import UserCall
-from trivium.registry import resolve
 
 _WAITING = 32
 """Maximum number of concurrent calls of an `async` function."""

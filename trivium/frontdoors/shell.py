@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 OUTPUT = "${command_output}"
 """An unset variable that stands for the output of a command, because commands are not run."""

@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 from trivium.config import RunConfig, merged
-from trivium.errors import ConfigError, Problem
+from trivium.foundation.errors import ConfigError, Problem
 from trivium.frontdoors.plain_values import is_missing, plain, resolved, unresolved
 
 _log = logging.getLogger("trivium")

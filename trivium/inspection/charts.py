@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from trivium.buffers.step_log import resumed_after
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
+from trivium.foundation.metrics import declared, graded_accuracies
 from trivium.inspection.changing_files import Row
 from trivium.inspection.run import RecordedRun
-from trivium.metrics import declared, graded_accuracies
 
 _FLOORS = {"nats": 1e-6, "tokens": 1e-2, "tokens/s": 1e-2, "versions": 1e-2, "s": 1e-6, "1/s": 1.0}
 """Unit -> the smallest difference that an axis shows; a smaller one is a rounding error."""

@@ -18,19 +18,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trivium.checkpoint.store import CheckpointStore
-from trivium.concurrency import gather_or_cancel
 from trivium.config import RunConfig, build, config_from_mapping, load_config, parse_override, read_yaml
 from trivium.config.checks import CONFIG_RULES
 from trivium.config.reading import overlaid
 from trivium.config.resume import as_begun
 from trivium.config.saved import config_file
-from trivium.errors import ConfigError, DataError, RolloutError, RunDirError, TriviumError
+from trivium.foundation.concurrency import gather_or_cancel
+from trivium.foundation.errors import ConfigError, DataError, RolloutError, RunDirError, TriviumError
+from trivium.foundation.phases import activity, progress
+from trivium.foundation.randomness import SampleKey
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.monitors.console import shown
-from trivium.phases import activity, progress
 from trivium.policy import Policy, PromptTooLong
 from trivium.protocols import Renderer, RolloutEngine, StreamingEngine
-from trivium.randomness import SampleKey
 from trivium.runtime.build import build_engine
 from trivium.runtime.checkpoint_eval import stage_at
 from trivium.tasks.concatenation import Sources

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from trivium.concurrency import usable_cores
-from trivium.config.machine import host_memory
 from trivium.config.saved import config_file
-from trivium.errors import ConfigError, Problem, RunDirError, TriviumError
+from trivium.foundation.concurrency import usable_cores
+from trivium.foundation.errors import ConfigError, Problem, RunDirError, TriviumError
 from trivium.inspection.rollout_view import decoder
 from trivium.inspection.rollouts import Rollout, journals, read_rollouts
 from trivium.inspection.run import RecordedRun
 from trivium.models.late import torch
 from trivium.monitors.health import RULES, WINDOW, earlier_problems, evidence_of
+from trivium.planning.machine import host_memory
 from trivium.training.device import processor_name
 
 _GIB = 2**30

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from trivium.metrics import same
+from trivium.foundation.metrics import same
 from trivium.types import AnyArray, Group, Trajectory, Turn
 
 StageName = Literal["weights", "tokens", "log-probs", "reward", "advantage", "loss", "update"]

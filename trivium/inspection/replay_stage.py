@@ -10,18 +10,18 @@ from typing import Any, cast
 
 import torch
 
-from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.step_log import STEPS, Taken
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.concurrency import usable_cores
 from trivium.config import RewardConfig, RunConfig
 from trivium.config.sections import EvaluationSection
-from trivium.errors import DataError, RunDirError
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.concurrency import usable_cores
+from trivium.foundation.errors import DataError, RunDirError
+from trivium.foundation.registry import resolve
 from trivium.inspection.rollouts import read_groups, taken_groups
 from trivium.inspection.run import RecordedRun
 from trivium.protocols import Buffer, RolloutEngine
-from trivium.registry import resolve
 from trivium.rewards.recipe import Recipe, parts_of
 from trivium.runtime.build import (
     Endpoints,

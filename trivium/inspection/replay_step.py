@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file
 
 from trivium.buffers.step_tokens import kept_columns, tokens_file
-from trivium.concurrency import gather_or_cancel
-from trivium.errors import RunDirError
 from trivium.explorer import Explorer
+from trivium.foundation.concurrency import gather_or_cancel
+from trivium.foundation.errors import RunDirError
 from trivium.inspection.replay_compare import (
     Compared,
     Comparison,

@@ -22,15 +22,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import atomic_write, refuse_existing
-from trivium.errors import RunDirError, TriviumError
+from trivium.foundation.atomic import atomic_write, refuse_existing
+from trivium.foundation.errors import RunDirError, TriviumError
+from trivium.foundation.metrics import graded_accuracies
 from trivium.inspection.charts import curves, thinned
 from trivium.inspection.rollout_values import member_row, rollout_values
 from trivium.inspection.rollout_view import decoder, piecewise
 from trivium.inspection.rollouts import Place
 from trivium.inspection.run import RecordedRun
 from trivium.inspection.viewer.watched_run import WatchedRun, curve_values
-from trivium.metrics import graded_accuracies
 from trivium.monitors.fanout import file_monitors
 from trivium.protocols import Monitor
 from trivium.types import Trajectory

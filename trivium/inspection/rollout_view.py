@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trivium.config.saved import config_file, from_yaml
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
 from trivium.inspection.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.text import hf_tokenizer
 from trivium.text.tool_formats import FORMATS, REASONING_TAIL, ToolCall

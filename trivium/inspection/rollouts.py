@@ -30,7 +30,7 @@ from trivium.buffers.step_tokens import (
     kept_steps,
     kept_values,
 )
-from trivium.errors import DataError, RunDirError
+from trivium.foundation.errors import DataError, RunDirError
 from trivium.inspection.changing_files import cached_while_unchanged
 from trivium.types import (
     AnyArray,

@@ -25,10 +25,10 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build, load_config, read_yaml
 from trivium.config.resume import as_begun
 from trivium.config.saved import config_file
-from trivium.errors import RunDirError, TriviumError
+from trivium.foundation.errors import RunDirError, TriviumError
+from trivium.foundation.metrics import depends_on_machine
 from trivium.inspection.changing_files import MetricRows, Row, cached_while_unchanged, json_value
 from trivium.inspection.rollouts import Member, Place, RecordedGroups, Rollout, step_records, taken_groups
-from trivium.metrics import depends_on_machine
 from trivium.monitors.verdict import verdict
 from trivium.runtime.build import algorithm_of
 from trivium.runtime.logs import BEGINS, ENDED

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import numpy.typing as npt
 
-from trivium.errors import ConfigError, Problem
+from trivium.foundation.errors import ConfigError, Problem
 from trivium.models.late import torch
 from trivium.models.precision import precision_of
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.late import torch
 
 if TYPE_CHECKING:

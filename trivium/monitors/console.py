@@ -23,7 +23,7 @@ from rich.text import Text
 
 from trivium.config import Plugin
 from trivium.config.saved import from_yaml
-from trivium.phases import Activity, watch
+from trivium.foundation.phases import Activity, watch
 
 _log = logging.getLogger("trivium")
 Row = dict[str, float]

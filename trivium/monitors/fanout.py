@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from trivium.metrics import checked
+from trivium.foundation.metrics import checked
 from trivium.protocols import FileMonitor, Monitor
 
 

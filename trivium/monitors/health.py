@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from trivium.config.rules import Rules, wrong
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
 from trivium.types import Group
 
 _log = logging.getLogger("trivium")

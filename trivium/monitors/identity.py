@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import atomic_write
 from trivium.config.saved import config_file, from_yaml
+from trivium.foundation.atomic import atomic_write
 
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)$")
 """Keys of settings that are left out."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import writing
 from trivium.config import Plugin
-from trivium.errors import RunDirError
+from trivium.foundation.atomic import writing
+from trivium.foundation.errors import RunDirError
 
 
 class JsonlMonitor:

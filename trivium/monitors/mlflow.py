@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from trivium.config import Plugin
-from trivium.errors import MissingPackage
+from trivium.foundation.errors import MissingPackage
 from trivium.monitors.identity import failing, remembered, settings_of
 
 _REFUSED = re.compile(r"[^\w\-. /]", re.ASCII)

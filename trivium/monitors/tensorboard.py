@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import Plugin
-from trivium.errors import MissingPackage
+from trivium.foundation.errors import MissingPackage
 
 
 class TensorBoardMonitor:

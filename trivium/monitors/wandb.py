@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from trivium.config import Plugin, RunConfig
-from trivium.errors import ConfigError, MissingPackage, Problem
+from trivium.foundation.errors import ConfigError, MissingPackage, Problem
 from trivium.monitors.identity import failing, new_id, remembered, settings_of
 
 _log = logging.getLogger("trivium")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trivium.errors import TriviumError, first_cause
+from trivium.foundation.errors import TriviumError, first_cause
 
 _log = logging.getLogger("trivium")
 

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple
 
-from trivium.errors import TriviumError, text_of
+from trivium.foundation.errors import TriviumError, text_of
 from trivium.models.weights.stream import receive_together, send_together, spec
 from trivium.processes.answers import Answer, Failures
 from trivium.processes.transfer import Group, Incoming, Outgoing

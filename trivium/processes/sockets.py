@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from trivium.errors import SyncError
+from trivium.foundation.errors import SyncError
 
 _log = logging.getLogger("trivium")
 LOOPBACK = "127.0.0.1"

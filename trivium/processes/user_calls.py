@@ -19,8 +19,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from trivium.concurrency import Threads, outcome_of, wait_for
-from trivium.errors import RolloutError
+from trivium.foundation.concurrency import Threads, outcome_of, wait_for
+from trivium.foundation.errors import RolloutError
 from trivium.processes.isolated import InProcesses, forked
 from trivium.processes.isolated.signals import MainThreadWanted, main_thread_wanted
 

@@ -13,7 +13,7 @@ from trivium.protocols.weight_channel import WeightChannel, WeightOffer, offer_o
 from trivium.types import SaveStrategy
 
 if TYPE_CHECKING:
-    from trivium.phases import Phase
+    from trivium.foundation.phases import Phase
     from trivium.protocols.storage import Buffer
     from trivium.synchronizer import Synchronizer
     from trivium.types import Batch, FloatArray, Group, Metrics, Teacher

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 
 Weights = Iterable[tuple[str, Any]]
 """(Hugging Face parameter or buffer name, tensor), in a fixed order."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal, InvalidOperation
 from typing import NamedTuple
 
-from trivium.errors import DataError, described
+from trivium.foundation.errors import DataError, described
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _DIGITS = 5000

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from trivium.config import RewardConfig
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.processes.isolated import Isolated, require
 from trivium.rewards.accepted import Answer, accepted, plain_number
 from trivium.rewards.functions import GSM8K_TAIL, gsm8k_answers, gsm8k_form, gsm8k_score, last_tag, with_opened

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from trivium.config import RewardConfig
-from trivium.errors import DataError, described
+from trivium.foundation.errors import DataError, described
 from trivium.processes.isolated import Isolated, require
 from trivium.rewards.accepted import Answer, accepted, matches, plain_number
 

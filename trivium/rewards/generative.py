@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from trivium.clients.chat import image_part, read_text
 from trivium.clients.http import EndpointClient, EndpointError
-from trivium.concurrency import gather_or_cancel
 from trivium.config import RunConfig
 from trivium.config.fields import changeable
-from trivium.errors import Problem
+from trivium.foundation.concurrency import gather_or_cancel
+from trivium.foundation.errors import Problem
 from trivium.policy import finite_number
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.functions import RegularExpression

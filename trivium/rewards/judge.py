@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from trivium.concurrency import Threads, usable_cores
 from trivium.config import RewardConfig, build
-from trivium.errors import ConfigError, DataError, RewardError, TriviumError, described, text_of
+from trivium.foundation.concurrency import Threads, usable_cores
+from trivium.foundation.errors import ConfigError, DataError, RewardError, TriviumError, described, text_of
+from trivium.foundation.registry import resolve
 from trivium.policy import finite_number
 from trivium.processes.isolated import isolated_reward
 from trivium.processes.user_calls import UserCall
-from trivium.registry import resolve
 from trivium.rewards.recipe import Part, parts_of
 from trivium.types import IntArray, Task, Trajectory
 

@@ -14,8 +14,8 @@ from pydantic import Field
 
 from trivium.clients.hub import ModelPath
 from trivium.config import RewardConfig, RunConfig
-from trivium.errors import DataError, Problem
-from trivium.registry import resolve
+from trivium.foundation.errors import DataError, Problem
+from trivium.foundation.registry import resolve
 from trivium.types import IMAGE, Media, Message
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from trivium.config import CHANGEABLE, RewardConfig, RunConfig
 from trivium.config.schema import RewardPlugin
-from trivium.errors import Problem, RewardError
-from trivium.registry import suggest
+from trivium.foundation.errors import Problem, RewardError
+from trivium.foundation.registry import suggest
 
 
 class Recipe:

@@ -9,10 +9,10 @@ from typing import Any
 
 from trivium.clients.http import EndpointClient, EndpointConfig, EndpointError, TokenRefused
 from trivium.clients.hub import ModelPath
-from trivium.concurrency import Threads
 from trivium.config import RewardConfig, RunConfig
 from trivium.config.fields import free
-from trivium.errors import DataError, Problem
+from trivium.foundation.concurrency import Threads
+from trivium.foundation.errors import DataError, Problem
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.remote_forms import FormError, Protocol, RemoteSample, RemoteScore, request, scores
 from trivium.types import Capabilities, Media

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trivium.errors import described, text_of
+from trivium.foundation.errors import described, text_of
 from trivium.models.vision.images import as_seen, decoded, opened
 from trivium.policy import finite_number
 from trivium.processes.isolated import require

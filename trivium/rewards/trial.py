@@ -18,12 +18,12 @@ from typing import cast
 
 import numpy as np
 
-from trivium.concurrency import Threads
 from trivium.config import RewardConfig
-from trivium.errors import RewardError, TriviumError, one_line, user_place
+from trivium.foundation.concurrency import Threads
+from trivium.foundation.errors import RewardError, TriviumError, one_line, user_place
+from trivium.foundation.registry import resolve
 from trivium.processes.isolated import forked
 from trivium.processes.user_calls import UserCall
-from trivium.registry import resolve
 from trivium.rewards.judge import Judge, make_judge
 from trivium.types import StopReason, Task, Trajectory, Turn
 

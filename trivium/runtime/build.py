@@ -13,28 +13,28 @@ from typing import Any
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
-from trivium.algorithms.teacher_prompts import TeacherPrompts
-from trivium.board import Board, MemoryBoard
+from trivium.algorithms.teachers.teacher_prompts import TeacherPrompts
 from trivium.buffers.pipeline import Pipeline
 from trivium.buffers.step_log import StepLog
 from trivium.buffers.step_tokens import keep_step, keep_updates
-from trivium.checkpoint.atomic import made_directory
 from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
-from trivium.config.memory_estimate import kept_versions
 from trivium.config.recording import recorded, scores_observations
-from trivium.errors import ConfigError, described
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
+from trivium.foundation.atomic import made_directory
+from trivium.foundation.board import Board, MemoryBoard
+from trivium.foundation.errors import ConfigError, described
+from trivium.foundation.phases import activity
+from trivium.foundation.registry import resolve
 from trivium.loops import Explore, Parts, explore_loop
 from trivium.models.backbone.shape import read_shape
 from trivium.monitors.fanout import FanOut, file_monitors
 from trivium.monitors.health import LiveWarnings
-from trivium.phases import activity
+from trivium.planning.memory_estimate import kept_versions
 from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, TrainEngine, WeightChannel
 from trivium.publisher import Publisher
-from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.runtime.row_lengths import fit
 from trivium.runtime.stage import Stage

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import atomic_write, refuse_existing
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RunConfig, build
-from trivium.config.plan import with_choices
-from trivium.errors import ConfigError, DataError
 from trivium.explorer import Explorer
+from trivium.foundation.atomic import atomic_write, refuse_existing
+from trivium.foundation.errors import ConfigError, DataError
+from trivium.foundation.registry import resolve
 from trivium.monitors.console import shown
-from trivium.registry import resolve
+from trivium.planning.plan import with_choices
 from trivium.runtime.build import build_evaluator, build_explorer
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.row_lengths import left_out

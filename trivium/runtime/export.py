@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.checkpoint.store import export as export_policy
 from trivium.config.saved import config_file, from_yaml
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
 from trivium.models.heads.classifier import classifier_of
 from trivium.models.vision.families import family_in
 from trivium.models.vision.images import images_of

@@ -13,19 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import atomic_write
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
-from trivium.config.machine import Machine
-from trivium.config.plan import plan_run, with_choices
 from trivium.config.resume import fingerprint
-from trivium.errors import ConfigError, ProcessDied, RoleFailed, RunDirError, first_cause
+from trivium.foundation.atomic import atomic_write
+from trivium.foundation.concurrency import usable_cores
+from trivium.foundation.errors import ConfigError, ProcessDied, RoleFailed, RunDirError, first_cause
+from trivium.foundation.phases import announce
+from trivium.foundation.registry import is_unnamed, resolve
 from trivium.loops import run as run_parts
 from trivium.monitors.verdict import verdict
-from trivium.phases import announce
+from trivium.planning.machine import Machine
+from trivium.planning.plan import plan_run, with_choices
 from trivium.protocols import Monitor, RestingEngine
-from trivium.registry import is_unnamed, resolve
 from trivium.rewards.recipe import parts_of
 from trivium.runtime.build import (
     build_explorer,

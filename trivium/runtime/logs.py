@@ -8,8 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trivium.checkpoint.atomic import writing
-from trivium.phases import SPANS, spans_to
+from trivium.foundation.atomic import writing
+from trivium.foundation.phases import SPANS, spans_to
 
 _log = logging.getLogger("trivium")
 ENDED = "ended by an error: "

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
-from trivium.concurrency import interrupted
-from trivium.errors import DeadlineExceeded, TriviumError, first_cause, text_of, user_place
+from trivium.foundation.concurrency import interrupted
+from trivium.foundation.errors import DeadlineExceeded, TriviumError, first_cause, text_of, user_place
 from trivium.models.cpu.openmp import release_team
 
 T = TypeVar("T")

@@ -19,11 +19,18 @@ from statistics import median
 from typing import Any, TypeVar, cast
 
 from trivium.buffers.files import FileBuffer
-from trivium.concurrency import usable_cores
 from trivium.config import ModelConfig, RunConfig
 from trivium.config.checks import sections_of
-from trivium.config.machine import Machine
-from trivium.config.memory_estimate import (
+from trivium.config.rules import Rules
+from trivium.config.schema import Config
+from trivium.foundation.concurrency import usable_cores
+from trivium.foundation.errors import Caution, ConfigError, DataError, MissingPackage, Problem, TriviumError
+from trivium.foundation.registry import resolve
+from trivium.models.backbone.huggingface import HuggingFaceModel
+from trivium.models.vision.images import check_image, decoded
+from trivium.models.vision.processor import read_json
+from trivium.planning.machine import Machine
+from trivium.planning.memory_estimate import (
     PROMPT_TOKENS,
     Lengths,
     TaskTokens,
@@ -32,15 +39,8 @@ from trivium.config.memory_estimate import (
     planned,
     shape_in,
 )
-from trivium.config.parallel import mesh_problems
-from trivium.config.rules import Rules
-from trivium.config.schema import Config
-from trivium.errors import Caution, ConfigError, DataError, MissingPackage, Problem, TriviumError
-from trivium.models.backbone.huggingface import HuggingFaceModel
-from trivium.models.vision.images import check_image, decoded
-from trivium.models.vision.processor import read_json
+from trivium.planning.parallel import mesh_problems
 from trivium.protocols import TaskSource
-from trivium.registry import resolve
 from trivium.rewards.judge import Judge, make_judge
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed, parts_of

@@ -12,11 +12,11 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trivium.checkpoint.atomic import atomic_write
 from trivium.config import RunConfig, config_from_mapping, read_yaml
 from trivium.config.merging import is_mapping
-from trivium.errors import ConfigError, first_cause
-from trivium.registry import name_of
+from trivium.foundation.atomic import atomic_write
+from trivium.foundation.errors import ConfigError, first_cause
+from trivium.foundation.registry import name_of
 from trivium.runtime.launch import SendReport, run
 from trivium.tasks.given import as_lines, digest_of
 

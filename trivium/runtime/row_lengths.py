@@ -14,10 +14,10 @@ from typing import Any
 from trivium.buffers.files import FileBuffer, is_conversation
 from trivium.buffers.row_cuts import cut_turns, excess
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import context_limit, shape_in
-from trivium.errors import ConfigError, DataError, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, TriviumError
 from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.models.vision.images import images_of
+from trivium.planning.memory_estimate import context_limit, shape_in
 from trivium.protocols import TaskSource
 from trivium.schedule import Assignment, Schedule
 from trivium.tasks.concatenation import Sources

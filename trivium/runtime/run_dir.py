@@ -19,16 +19,16 @@ from typing import Any, TextIO
 import yaml
 
 from trivium.buffers.step_log import STEPS
-from trivium.checkpoint.atomic import MANIFEST, atomic_write, fsync, made_directory, writing
 from trivium.checkpoint.store import CheckpointStore
-from trivium.concurrency import ProcessLife, end_with, usable_cores
 from trivium.config import RunConfig
 from trivium.config.merging import is_mapping
-from trivium.config.plan import Plan, plan_run
 from trivium.config.resume import Difference, as_begun, resume_changes, resume_differences, to_yaml
 from trivium.config.saved import BESIDE, as_yaml, config_file, from_yaml
-from trivium.errors import ConfigError, Problem, RunDirError, first_cause, one_line
-from trivium.phases import SPANS
+from trivium.foundation.atomic import MANIFEST, atomic_write, fsync, made_directory, writing
+from trivium.foundation.concurrency import ProcessLife, end_with, usable_cores
+from trivium.foundation.errors import ConfigError, Problem, RunDirError, first_cause, one_line
+from trivium.foundation.phases import SPANS
+from trivium.planning.plan import Plan, plan_run
 from trivium.runtime.logs import ENDED, logging_to
 from trivium.training.device import machine, training_ranks
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import hosts_engine, with_limits
+from trivium.planning.memory_estimate import hosts_engine, with_limits
 from trivium.processes.sockets import own_address
 from trivium.protocols import RolloutEngine, TrainEngine
 from trivium.runtime.build import algorithm_of, build_engine

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from trivium.checkpoint.store import Checkpoint
-from trivium.concurrency import ProcessLife, usable_cores
 from trivium.config import RunConfig
-from trivium.config.choices import threads_of
-from trivium.config.memory_estimate import is_evaluated, is_explored
 from trivium.config.recording import scores_observations
+from trivium.foundation.concurrency import ProcessLife, usable_cores
 from trivium.models.backbone.huggingface import HuggingFaceModel
+from trivium.planning.choices import threads_of
+from trivium.planning.memory_estimate import is_evaluated, is_explored
 from trivium.protocols import Renderer
 from trivium.runtime.run_dir import hold_with
 from trivium.text.renderer import renderer_of

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from trivium.algorithms import build_algorithm
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RewardConfig, RunConfig
-from trivium.errors import Problem, RunDirError
-from trivium.registry import suggest
+from trivium.foundation.errors import Problem, RunDirError
+from trivium.foundation.registry import suggest
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed, parts_of
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.config import RunConfig, build
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.registry import resolve
 from trivium.protocols import EngineSettings, TrainEngine, WeightChannel
-from trivium.registry import resolve
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.text import hf_tokenizer
 from trivium.training.launched import launched_ranks

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trivium.errors import DataError, RolloutError, TriviumError
+from trivium.foundation.errors import DataError, RolloutError, TriviumError
 from trivium.policy import EngineFailure, PromptTooLong
 from trivium.types.recordable import unrecordable, visible
 

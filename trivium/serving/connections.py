@@ -23,7 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 
 _log = logging.getLogger("trivium")
 _CLOSE_S = 5

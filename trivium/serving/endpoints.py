@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from trivium.errors import DataError, RolloutError
+from trivium.foundation.errors import DataError, RolloutError
 from trivium.policy import EngineFailure
 from trivium.serving.bodies import RequestError, as_request_error
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from trivium.concurrency import Threads, Turns, gather_or_cancel
 from trivium.explorer import Explorer
-from trivium.phases import announce
+from trivium.foundation.concurrency import Threads, Turns, gather_or_cancel
+from trivium.foundation.phases import announce
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.protocols import Buffer, Progress
-from trivium.randomness import SampleKey
 from trivium.schedule import Assignment, Schedule
 from trivium.serving.bodies import RequestError
 from trivium.serving.completion_parts import Recorded, answer_of, opens_reasoning

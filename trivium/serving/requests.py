@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from trivium.errors import DataError, RewardError
+from trivium.foundation.errors import DataError, RewardError
+from trivium.foundation.registry import suggest
 from trivium.policy import named_numbers
-from trivium.registry import suggest
 from trivium.serving.bodies import RequestError, bad_request, read_body
 from trivium.serving.completion_parts import Answer, Recorded, completion_id, written
 from trivium.tasks.pictures import read_content, read_image

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from trivium.foundation.registry import suggest
 from trivium.protocols import Renderer
-from trivium.registry import suggest
 from trivium.serving.bodies import RequestError, bad_request
 from trivium.serving.completion_parts import Answer, Recorded, answer_of, completion_id, part_id, written
 from trivium.serving.requests import LABELS, ChatRequest, read_chat, supported, typed

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trivium.checkpoint.atomic import atomic_write
 from trivium.config import RunConfig
-from trivium.errors import ConfigError, MissingPackage
 from trivium.explorer import Explorer
+from trivium.foundation.atomic import atomic_write
+from trivium.foundation.errors import ConfigError, MissingPackage
+from trivium.foundation.phases import announce
 from trivium.loops import Explore
-from trivium.phases import announce
 from trivium.protocols import Buffer
 from trivium.rewards.recipe import parts_of
 from trivium.schedule import Schedule

@@ -11,7 +11,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trivium.errors import DataError, RolloutError
+from trivium.foundation.errors import DataError, RolloutError
 from trivium.policy import EngineFailure
 from trivium.protocols import Renderer
 from trivium.serving.bodies import RequestError, as_request_error

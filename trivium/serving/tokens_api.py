@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from trivium.foundation.randomness import SampleKey
 from trivium.protocols import Renderer
-from trivium.randomness import SampleKey
 from trivium.serving.bodies import bad_request
 from trivium.serving.requests import (
     LABELS,

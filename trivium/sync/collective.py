@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from trivium.errors import RoleFailed, SyncError, VersionGone
+from trivium.foundation.errors import RoleFailed, SyncError, VersionGone
+from trivium.foundation.run_role import dead_explorers
 from trivium.models.weights.stream import BUCKET_BYTES, Described, Named, drained, raw, type_name, type_named, unique
 from trivium.protocols import TensorSpec, Weights
-from trivium.run_role import dead_explorers
 from trivium.sync.hashes import digests, joined, verify
 from trivium.sync.process_group import (
     ExchangeAborted,

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trivium.checkpoint.atomic import fsync, staging_directory, writing
-from trivium.concurrency import ProgressDeadline
-from trivium.errors import DataError, SyncError, VersionGone
+from trivium.foundation.atomic import fsync, staging_directory, writing
+from trivium.foundation.concurrency import ProgressDeadline
+from trivium.foundation.errors import DataError, SyncError, VersionGone
 from trivium.models.late import torch
 from trivium.models.weights.stream import Described, Named, drained, groups, spec, type_named
 from trivium.protocols import TensorSpec, Weights

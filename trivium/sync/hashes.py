@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import xxhash
 
-from trivium.errors import SyncError
+from trivium.foundation.errors import SyncError
 from trivium.models.cpu.worker_threads import one_thread
 from trivium.models.late import torch
 from trivium.models.weights.stream import Named, raw, type_name, unique

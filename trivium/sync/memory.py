@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
-from trivium.errors import VersionGone
+from trivium.foundation.errors import VersionGone
 from trivium.models.weights.stream import Described, Named, spec
 from trivium.protocols import Weights
 from trivium.sync.hashes import copied, joined, verify

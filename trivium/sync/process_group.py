@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from trivium.concurrency import ProgressDeadline
+from trivium.foundation.concurrency import ProgressDeadline
 from trivium.processes.sockets import LOOPBACK, own_address
 from trivium.synchronizer import Exchange, Synchronizer
 from trivium.types import TRAINER

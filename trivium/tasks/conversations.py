@@ -6,7 +6,7 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.tasks.pictures import Reader, row_images, with_leading
 from trivium.types import Media, Message
 

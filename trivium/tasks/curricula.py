@@ -16,10 +16,10 @@ import numpy.typing as npt
 from pydantic import Field
 
 from trivium.config import CurriculumConfig, Plugin, RunConfig
-from trivium.errors import DataError, Problem, described
+from trivium.foundation.errors import DataError, Problem, described
+from trivium.foundation.randomness import stream, uniforms
+from trivium.foundation.registry import resolve
 from trivium.protocols import TaskSource
-from trivium.randomness import stream, uniforms
-from trivium.registry import resolve
 from trivium.schedule import AdaptiveCurriculum, Curriculum
 from trivium.types import Group, Metrics, Task
 

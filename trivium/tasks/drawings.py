@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from trivium.config import Plugin
-from trivium.randomness import permutation, stream, uniforms
+from trivium.foundation.randomness import permutation, stream, uniforms
 from trivium.types import IMAGE, Media, Message, Task
 
 Pixels = npt.NDArray[np.uint8]

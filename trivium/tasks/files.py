@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import ConfigPath, RunConfig
-from trivium.errors import DataError, MissingPackage, Problem
+from trivium.foundation.errors import DataError, MissingPackage, Problem
 from trivium.tasks.pictures import common_folder
 from trivium.tasks.rows import RowTasks, missing_package
 

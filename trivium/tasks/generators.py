@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 
 from trivium.config import Config as Section
 from trivium.config import Plugin, PluginPath, RunConfig
-from trivium.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError, UnknownName
-from trivium.randomness import permutation, stream, uniforms
-from trivium.registry import resolve, suggest
+from trivium.foundation.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError, UnknownName
+from trivium.foundation.randomness import permutation, stream, uniforms
+from trivium.foundation.registry import resolve, suggest
 from trivium.tasks.rows import RowTasks, json_value, missing_package
 from trivium.types import Message, Task
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import ConfigPath, free
-from trivium.errors import DataError, text_of
+from trivium.foundation.errors import DataError, text_of
 from trivium.tasks.files import jsonl_rows
 from trivium.tasks.pictures import portable
 from trivium.tasks.rows import RowTasks, json_value

@@ -8,8 +8,8 @@ from typing import Any
 
 from trivium.clients.hub import DatasetPath, absence
 from trivium.config import RunConfig
-from trivium.errors import DataError, MissingPackage, Problem
-from trivium.registry import suggest
+from trivium.foundation.errors import DataError, MissingPackage, Problem
+from trivium.foundation.registry import suggest
 from trivium.tasks.rows import RowTasks, missing_package
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import IMAGE, Media, Message
 
 _SIGNATURES = (

@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from trivium.config import ConfigPath, Plugin
-from trivium.errors import DataError, MissingPackage, Problem, text_of
-from trivium.registry import suggest
+from trivium.foundation.errors import DataError, MissingPackage, Problem, text_of
+from trivium.foundation.registry import suggest
 from trivium.tasks.conversations import as_json, sides_of
 from trivium.tasks.pictures import Reader, image_reader, read_content, read_image, row_images, with_leading
 from trivium.text.messages import MORE_KEYS, with_calls, with_parts

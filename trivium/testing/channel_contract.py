@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trivium.board import MemoryBoard
-from trivium.errors import SyncError
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import SyncError
 from trivium.synchronizer import Synchronizer
 from trivium.testing.promises import require, same_bits
 from trivium.types import TRAINER, capabilities_of

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
+from trivium.foundation.randomness import SampleKey
 from trivium.protocols import ReadableEngine, StreamingEngine
-from trivium.randomness import SampleKey
 from trivium.testing.engine_numbers import (
     TOLERANCES,
     Tolerance,

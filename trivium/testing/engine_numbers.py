@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import Policy
-from trivium.randomness import SampleKey
 from trivium.testing.promises import require
 from trivium.types import Group, Message, Request, Sampling, Task, Trajectory, experiences_of
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import Message, ToolCall
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")

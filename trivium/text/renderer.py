@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from trivium.errors import DataError, TemplateRefusal
+from trivium.foundation.errors import DataError, TemplateRefusal
 from trivium.models.vision.images import MAX_PIXELS, Images, images_of
 from trivium.text.templates import ChatTemplate, parts_of
 from trivium.text.tokenizer import hf_tokenizer

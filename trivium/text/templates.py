@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trivium.errors import DataError, TemplateRefusal
+from trivium.foundation.errors import DataError, TemplateRefusal
 from trivium.text.tool_formats import REFUSALS, ToolFormat, format_of, rendered_by
 from trivium.text.tools import described, split_tools
 from trivium.types import IMAGE, BoolArray, Media, Message, ToolCall, openai_parts

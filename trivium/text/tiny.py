@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trivium.checkpoint.atomic import MANIFEST, commit, staging_directory, verify_files, writing
 from trivium.config import ModelConfig
-from trivium.config.model_shape import ModelShape
-from trivium.errors import DataError
+from trivium.foundation.atomic import MANIFEST, commit, staging_directory, verify_files, writing
+from trivium.foundation.errors import DataError
+from trivium.foundation.randomness import stream
 from trivium.models.backbone.shape import shape_of
-from trivium.randomness import stream
+from trivium.planning.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trivium.config.model_shape import ModelShape
 from trivium.models.backbone.shape import shape_of
 from trivium.models.vision.images import MAX_PIXELS, Images, images_of
+from trivium.planning.model_shape import ModelShape
 from trivium.text.tiny import ROLES, TinyModel, sizes_of, tiny_tokenizer
 
 if TYPE_CHECKING:

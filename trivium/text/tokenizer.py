@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trivium.clients.hub import source_of
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.vision.processor import read_json
 
 if TYPE_CHECKING:

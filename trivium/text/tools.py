@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.text.tool_formats import FORMATS, CallableTools, Schemas, ToolCall, ToolFormat, arguments_text
 from trivium.types import Message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 
 LINEAR_PER_WIDTH = 6
 """The ratio of linear work per token to attention work per token and position, in widths of the model. A transformer

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.backbone.packed import Pack, pack
 from trivium.models.backbone.prefixes import Prefixes, Tree, separate
 from trivium.models.backbone.routing import Routers
@@ -236,8 +236,8 @@ def _seen_tokens(experience: Experience) -> AnyArray:
 
 
 def work_of(batch: Batch, rows: Sequence[int], tree: Tree | None) -> npt.NDArray[np.int64]:
-    """(4,): tokens, squares, image tokens and image squares, as in `trivium.phases.Phase`, of the experiences at
-    `rows`. Prefixes that `tree` shares count once; None: nothing is shared."""
+    """(4,): tokens, squares, image tokens and image squares, as in `trivium.foundation.phases.Phase`, of the
+    experiences at `rows`. Prefixes that `tree` shares count once; None: nothing is shared."""
     chosen = [batch.experiences[row] for row in rows]
     tree = tree or separate([len(e) for e in chosen])
     places = ((part, item.span) for part in tree.segments for item in chosen[part.sequence].media if item.span)

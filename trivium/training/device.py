@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from trivium.config import RunConfig
-from trivium.config.choices import MIB
-from trivium.config.machine import Machine, host_memory, peak_memory
 from trivium.models.late import torch
 from trivium.models.placement import device_of, has_gpu
+from trivium.planning.choices import MIB
+from trivium.planning.machine import Machine, host_memory, peak_memory
 from trivium.training.launched import launched_ranks
 
 _INSTRUCTION_SETS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")

@@ -17,8 +17,8 @@ from typing import cast
 
 import torch
 
-from trivium.config.model_shape import ModelShape
-from trivium.errors import DataError, RunDirError, TriviumError
+from trivium.foundation.errors import DataError, RunDirError, TriviumError
+from trivium.foundation.phases import Phase, announce
 from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.loss import LossDenominators
 from trivium.models.heads.trained_models import ActorCritic, LanguageModel
@@ -28,7 +28,7 @@ from trivium.models.precision import precision_of, set_matmul_precision
 from trivium.models.weights.lora import adapter_parameters, describe_adapter, pushed_adapter
 from trivium.models.weights.section import ADAPTER_STEM
 from trivium.models.weights.stream import Described
-from trivium.phases import Phase, announce
+from trivium.planning.model_shape import ModelShape
 from trivium.protocols import Algorithm, Objective, TrainEngine, WeightOffer, offer_on
 from trivium.training.batching import first_pass
 from trivium.training.distributed.ranks import ALONE, Ranks

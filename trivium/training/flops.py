@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trivium.config.model_shape import ModelShape
-from trivium.phases import Phase
+from trivium.foundation.phases import Phase
+from trivium.planning.model_shape import ModelShape
 from trivium.training.distributed.ranks import Ranks
 from trivium.types import Metrics
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import checkpoint
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

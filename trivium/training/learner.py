@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from trivium.errors import DataError, TriviumError
+from trivium.foundation.errors import DataError, TriviumError
+from trivium.foundation.phases import progress
 from trivium.models.backbone.load import max_positions
 from trivium.models.cpu.worker_threads import one_thread
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.heads.trained_models import ActorCritic, LanguageModel, ValueModel
 from trivium.models.weights.lora import has_adapter
-from trivium.phases import progress
 from trivium.protocols import Objective
 from trivium.training.batching import MicroBatch, count, stretched, units
 from trivium.training.distributed.fsdp import reshard, shard_like

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from trivium.errors import RunDirError, TriviumError
+from trivium.foundation.errors import RunDirError, TriviumError
 from trivium.models.weights.filling import is_sharded, local_part, read_like
 from trivium.models.weights.saved_tensors import SavedTensors
 from trivium.training.distributed.fsdp import OnShards, full_scalar

@@ -11,8 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from trivium.config.choices import UPDATE_TOKENS, updating_threads
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.backbone.load import max_positions
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.prefixes import Tree
@@ -21,6 +20,7 @@ from trivium.models.backbone.sight import Sight
 from trivium.models.cpu.worker_threads import WorkerThreads, size_of
 from trivium.models.heads.trained_models import ActorCritic, LanguageModel, ValueModel
 from trivium.models.vision.encoder import pixel_reader, refuse_images
+from trivium.planning.choices import UPDATE_TOKENS, updating_threads
 from trivium.training.batching import (
     MicroBatch,
     check_lengths,

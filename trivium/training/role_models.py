@@ -11,8 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from trivium.config.choices import MICRO_BATCH_TOKENS
-from trivium.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, TriviumError
 from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.trained_models import (
     ActorCritic,
@@ -27,6 +26,7 @@ from trivium.models.vision.encoder import freeze_vision
 from trivium.models.weights.lora import adapter_off
 from trivium.models.weights.quantized import original
 from trivium.models.weights.section import is_quantized
+from trivium.planning.choices import MICRO_BATCH_TOKENS
 from trivium.protocols import Algorithm
 from trivium.training.device import precision_note
 from trivium.training.distributed.fsdp import shard

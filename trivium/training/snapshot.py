@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from trivium.checkpoint.atomic import MANIFEST, atomic_write, make_unless_staged
-from trivium.errors import RoleFailed, RunDirError
+from trivium.foundation.atomic import MANIFEST, atomic_write, make_unless_staged
+from trivium.foundation.errors import RoleFailed, RunDirError
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.models.placement import narrowed

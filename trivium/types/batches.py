@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types.arrays import AnyArray, BoolArray, FloatArray, IntArray, frozen
 from trivium.types.enums import StopReason
 from trivium.types.sequences import sequences_of
@@ -68,8 +68,8 @@ class Teacher:
     rate: float = 0.05
     """The share of the current weights in the average after each update."""
     context: tuple[str, ...] = ()
-    """Templates of what the teacher reads in place of the task's last message (`trivium.algorithms.teacher_prompts`);
-    empty: what the policy reads."""
+    """Templates of what the teacher reads in place of the task's last message
+    (`trivium.algorithms.teachers.teacher_prompts`); empty: what the policy reads."""
 
     @property
     def is_average(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from types import FunctionType
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from trivium.errors import DataError
-from trivium.randomness import SampleKey
+from trivium.foundation.errors import DataError
+from trivium.foundation.randomness import SampleKey
 from trivium.types.arrays import AnyArray, Columns, FloatArray, IntArray, frozen
 from trivium.types.enums import StopReason
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 from pydantic import Field
 
 from trivium.config import PluginPath, RunConfig, free
-from trivium.errors import ConfigError, DataError, Problem, TriviumError, described, text_of
-from trivium.registry import resolve
+from trivium.foundation.errors import ConfigError, DataError, Problem, TriviumError, described, text_of
+from trivium.foundation.registry import resolve
 from trivium.types import Message, Task
 from trivium.workflows.episodes import EnvironmentFailure, TurnsConfig
 

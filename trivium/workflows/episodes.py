@@ -22,9 +22,9 @@ from typing import Any, cast
 import numpy as np
 from pydantic import Field
 
-from trivium.concurrency import Threads, Turns, outcome_of, run_here, wait_for
 from trivium.config import WorkflowConfig, free
-from trivium.errors import DataError, RolloutError, described, text_of
+from trivium.foundation.concurrency import Threads, Turns, outcome_of, run_here, wait_for
+from trivium.foundation.errors import DataError, RolloutError, described, text_of
 from trivium.policy import Policy, PromptTooLong, finite_number
 from trivium.protocols import ClosedEnvironment, Environment, FinishedEnvironment
 from trivium.types import Message, Task

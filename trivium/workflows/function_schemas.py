@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_model
 
-from trivium.errors import ConfigError, text_of
-from trivium.registry import resolve
+from trivium.foundation.errors import ConfigError, text_of
+from trivium.foundation.registry import resolve
 from trivium.workflows.tools import Tool
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")

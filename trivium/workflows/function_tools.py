@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from trivium.concurrency import Threads, usable_cores
 from trivium.config import PluginPath, RunConfig, free
-from trivium.errors import ConfigError, Problem, RewardError, RolloutError, TriviumError, text_of
+from trivium.foundation.concurrency import Threads, usable_cores
+from trivium.foundation.errors import ConfigError, Problem, RewardError, RolloutError, TriviumError, text_of
 from trivium.policy import Policy
 from trivium.processes.isolated import isolated_function
 from trivium.processes.user_calls import UserCall

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from trivium.config import RunConfig
-from trivium.errors import ConfigError, MissingPackage, Problem, text_of
+from trivium.foundation.errors import ConfigError, MissingPackage, Problem, text_of
 from trivium.policy import Policy
 from trivium.processes.isolated import require
 from trivium.protocols import Environment

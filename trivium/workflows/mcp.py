@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import Field
 
-from trivium.concurrency import wait_for
 from trivium.config import ConfigPath, RunConfig, free
-from trivium.errors import MissingPackage, Problem
+from trivium.foundation.concurrency import wait_for
+from trivium.foundation.errors import MissingPackage, Problem
+from trivium.foundation.registry import suggest
 from trivium.policy import Policy
 from trivium.processes.isolated import require
 from trivium.protocols import Environment
-from trivium.registry import suggest
 from trivium.types import Message, Task
 from trivium.workflows.adapters import connected, continued
 from trivium.workflows.episodes import EnvironmentFailure, Episodes

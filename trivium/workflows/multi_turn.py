@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import Field
 
 from trivium.config import PluginPath, RunConfig
-from trivium.errors import ConfigError, Problem, TriviumError
+from trivium.foundation.errors import ConfigError, Problem, TriviumError
+from trivium.foundation.registry import resolve
 from trivium.policy import Policy
 from trivium.protocols import Environment
-from trivium.registry import resolve
 from trivium.workflows.episodes import Episodes, TurnsConfig
 
 

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from trivium.concurrency import Threads
 from trivium.config import RunConfig, free
 from trivium.config.checks import is_loopback
-from trivium.errors import MissingPackage, Problem, text_of
+from trivium.foundation.concurrency import Threads
+from trivium.foundation.errors import MissingPackage, Problem, text_of
 from trivium.policy import Policy
 from trivium.processes.isolated import require
 from trivium.protocols import Environment

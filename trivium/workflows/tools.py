@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import Field
 
-from trivium.concurrency import gather_or_cancel
-from trivium.errors import DataError, text_of
+from trivium.foundation.concurrency import gather_or_cancel
+from trivium.foundation.errors import DataError, text_of
+from trivium.foundation.registry import suggest
 from trivium.policy import Policy
-from trivium.registry import suggest
 from trivium.text.tool_formats import REASONING_TAIL
 from trivium.text.tools import TOOLS, ToolCall, attempted_calls
 from trivium.types import Message, Task

@@ -13,9 +13,9 @@ from importlib import import_module
 from itertools import count, takewhile
 from typing import Any
 
-from trivium.concurrency import Turns
 from trivium.config import RunConfig, WorkflowConfig, free
-from trivium.errors import ConfigError, DataError, Problem, TriviumError, text_of
+from trivium.foundation.concurrency import Turns
+from trivium.foundation.errors import ConfigError, DataError, Problem, TriviumError, text_of
 from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.processes.isolated import require
 from trivium.text.tool_formats import HERMES, REASONING_TAIL

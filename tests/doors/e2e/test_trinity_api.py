@@ -18,7 +18,7 @@ import pytest
 
 from tests.doors.e2e.test_trinity_door import EXPLORED, config, experiences, steps
 from tests.doors.e2e.test_trinity_facts import shaped_in
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors import trinity
 from trivium.frontdoors.trinity import (
     CheckpointMonitor,

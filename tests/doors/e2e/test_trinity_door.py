@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.failing import refused
 from tests.processes import commands
 from trivium.config import RunConfig, build, config_from_mapping
-from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.frontdoors.trinity import (
     Experiences,
     RunningStatus,

@@ -14,7 +14,7 @@ import pytest
 from tests.doors.e2e import trinity_savers
 from tests.doors.e2e.trinity_savers import STEP, Start, intervals, on_ray
 from tests.failing import refused
-from trivium.errors import ConfigError, DataError, RoleFailed, RunDirError, SyncError, UnknownName
+from trivium.foundation.errors import ConfigError, DataError, RoleFailed, RunDirError, SyncError, UnknownName
 from trivium.frontdoors.trinity import CheckpointMonitor, SaveStrategy
 from trivium.frontdoors.trinity.objects.boards.actors import forget
 

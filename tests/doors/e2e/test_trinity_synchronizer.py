@@ -16,7 +16,7 @@ from tests.failing import refused
 from tests.processes import ROOT
 from tests.waiting import eventually
 from trivium.config import RunConfig, config_from_mapping, load_config
-from trivium.errors import ConfigError, SyncError, UnknownName
+from trivium.foundation.errors import ConfigError, SyncError, UnknownName
 from trivium.frontdoors.trinity import Experiences, RunningStatus, Synchronizer, TrainEngineWrapper, Trainer
 from trivium.frontdoors.trinity.objects.boards.actors import forget
 from trivium.types import SyncStyle

@@ -21,8 +21,8 @@ from tests.doors.e2e.ppo_workers import NotingActor, NotingCritic
 from tests.failing import refused
 from trivium.buffers.step_log import read_steps
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
-from trivium.metrics import depends_on_machine
+from trivium.foundation.errors import ConfigError, DataError, RunDirError, TriviumError
+from trivium.foundation.metrics import depends_on_machine
 from trivium.models.heads.trained_models import ScoreModel
 from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.types import Group, StopReason, Trajectory, Turn

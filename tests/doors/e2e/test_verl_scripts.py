@@ -13,7 +13,7 @@ import yaml
 
 from tests.peers import peer_file
 from tests.processes import Forked
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.tables import Ignored, Mapped, Restricted
 from trivium.frontdoors.verl.config.config_table import TABLE

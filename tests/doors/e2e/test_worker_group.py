@@ -19,7 +19,7 @@ from tests.processes import survivors
 from tests.waiting import eventually
 from trivium.cluster.actors import ActorDied
 from trivium.cluster.pools import Placement, ResourcePool, _placements
-from trivium.errors import ConfigError, DataError, RoleFailed, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, RoleFailed, TriviumError
 from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager, Role
 from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup, RoleWorker
 

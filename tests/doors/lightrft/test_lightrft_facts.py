@@ -19,7 +19,7 @@ import torch
 from lightrft_trainer_parts import distance, fill, loader, make_args, recorded, tiny_model, weights
 
 from tests.failing import refused
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, ExperienceVL, PPOTrainerVL, get_strategy
 from trivium.frontdoors.lightrft.objects.ppo_objective import critic_objective
 from trivium.frontdoors.lightrft.rewards.reward_scoring import Sample

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, get_
 from vision_parts import FAMILIES, by_transformers, rolled_out, tiny, with_plain_text
 
 from tests.failing import refused
-from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, ExperienceVL, FSDPV2Strategy, Strategy, get_strategy
 from trivium.frontdoors.lightrft.objects.checkpoints import load, save
 from trivium.frontdoors.lightrft.objects.trainer_engine import Trained, TrainerEngine

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from tests.failing import refused
-from trivium.errors import ConfigError, DataError, RewardError
+from trivium.foundation.errors import ConfigError, DataError, RewardError
 from trivium.frontdoors.lightrft.reward_rules import RULES, register_rule
 from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer, Sample
 from trivium.models.backbone.packed import pack

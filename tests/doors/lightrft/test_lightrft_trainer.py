@@ -37,7 +37,7 @@ from tests.rank_processes import run_ranks
 from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.objective import Term
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import ConfigError, DataError, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, TriviumError
 from trivium.frontdoors.lightrft.arguments import REQUIRED
 from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL

@@ -10,7 +10,7 @@ import torch
 from training_parts import Reinforce, SquaredError
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, get_strategy
 from trivium.frontdoors.lightrft.objects.checkpoints import load, save
 from trivium.frontdoors.lightrft.objects.trainer_engine import Trained, TrainerEngine

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.failing import refused
-from trivium.checkpoint.atomic import MANIFEST
 from trivium.checkpoint.store import CheckpointStore
-from trivium.concurrency import ProcessLife
-from trivium.errors import RunDirError, SyncError
+from trivium.foundation.atomic import MANIFEST
+from trivium.foundation.concurrency import ProcessLife
+from trivium.foundation.errors import RunDirError, SyncError
 from trivium.frontdoors.trinity import CheckpointMonitor
 from trivium.frontdoors.trinity.objects.boards.ray_actors import USER_S, NamespaceHost
 from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.peers import PEERS
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.trinity.translation import translate
 
 SERVICES = {

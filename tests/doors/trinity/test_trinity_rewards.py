@@ -10,7 +10,7 @@ import pytest
 
 from tests.failing import refused
 from trivium.config import RewardConfig
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.frontdoors.trinity.reward_functions import (
     Boxed,
     Countdown,

@@ -15,7 +15,7 @@ import pytest
 from tests.failing import refused
 from trivium.config import RunConfig, build, config_from_mapping
 from trivium.config.resume import fingerprint
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.tables import Mapped, Restricted, Table
 from trivium.frontdoors.trinity import Trainer

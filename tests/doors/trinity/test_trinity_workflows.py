@@ -16,13 +16,13 @@ from tests.failing import refused
 from trivium.clients.http import EndpointError
 from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import RolloutError, UnknownName
+from trivium.foundation.errors import RolloutError, UnknownName
+from trivium.foundation.randomness import SampleKey
 from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS
 from trivium.frontdoors.trinity.games import FrozenLake, Sudoku
 from trivium.frontdoors.trinity.reward_functions import Ruler, ToolCall
 from trivium.frontdoors.trinity.workflow_adapter import WorkflowOfTrinity
 from trivium.policy import Policy
-from trivium.randomness import SampleKey
 from trivium.testing import check_workflow
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer

@@ -12,7 +12,7 @@ import pytest
 import torch
 from failing import refused
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.verl import AdvantageEstimator, core_algos
 from trivium.frontdoors.verl.config.correction_bounds import rejection
 from trivium.frontdoors.verl.objects.core_algos import RegistryError

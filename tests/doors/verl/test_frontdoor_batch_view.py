@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.failing import refused
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.frontdoors.verl import BatchView, compute_reward, living, score_groups, scored_rows
 from trivium.frontdoors.verl.objects.batches.protocol import RowsError
 from trivium.types import Failure, Group, Message, StopReason, Task, Trajectory, Turn

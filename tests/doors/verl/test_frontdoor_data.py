@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from tests.failing import refused
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.frontdoors.verl.data import Data, read_files, rows_of, some_rows
 from trivium.frontdoors.verl.objects.datasets.prompts import CutRenderer, cut
 from trivium.frontdoors.verl.objects.datasets.samplers import AbstractCurriculumSampler

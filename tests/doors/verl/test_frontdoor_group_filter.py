@@ -9,7 +9,7 @@ from tests.failing import refused
 from tests.unit.algorithms.test_filters import played
 from trivium.algorithms import build_algorithm
 from trivium.config import AlgorithmConfig, plugin
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.frontdoors.verl.group_filter import varied
 from trivium.types import Group
 

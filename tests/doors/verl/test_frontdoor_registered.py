@@ -14,13 +14,13 @@ from tests.doors.e2e import verl_user
 from tests.failing import refused
 from trivium.algorithms import AdvantageInputs, PolicyObjective, policy_inputs
 from trivium.config import merged
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
+from trivium.foundation.registry import name_of
 from trivium.frontdoors.verl import get_adv_estimator_fn, get_policy_loss_fn, register_adv_est, register_policy_loss
 from trivium.frontdoors.verl.objects.core_algos import RegistryError
 from trivium.frontdoors.verl.registered import computed, estimated
 from trivium.frontdoors.verl.translation import settings_of, translated
 from trivium.models.heads.loss import LossDenominators, LossInputs
-from trivium.registry import name_of
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CONFIG = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, "policy_loss": {"my_clip_high": 0.28}}

@@ -21,8 +21,9 @@ import pytest
 import torch
 
 from tests.failing import refused
-from trivium.concurrency import left_behind
-from trivium.errors import ConfigError, DataError, RewardError, TriviumError, UnknownName
+from trivium.foundation.concurrency import left_behind
+from trivium.foundation.errors import ConfigError, DataError, RewardError, TriviumError, UnknownName
+from trivium.foundation.registry import resolve
 from trivium.frontdoors import verl
 from trivium.frontdoors.verl import (
     BatchRewardManager,
@@ -33,7 +34,6 @@ from trivium.frontdoors.verl import (
     default_compute_score,
     load_reward_manager,
 )
-from trivium.registry import resolve
 from trivium.text.tiny import tiny_tokenizer
 
 CALLS: list[Any] = []

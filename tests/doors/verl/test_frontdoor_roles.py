@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.failing import refused
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 pytest.importorskip("ray")
 

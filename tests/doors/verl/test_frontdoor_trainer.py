@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tests.failing import refused
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.models.heads.trained_models import ScoreModel
 from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.monitors.jsonl import JsonlMonitor

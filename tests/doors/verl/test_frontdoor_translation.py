@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.failing import refused
 from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, merged
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.tables import Mapped, Restricted
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.configured_tasks import ConfiguredTasks

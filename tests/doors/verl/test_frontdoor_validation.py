@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.failing import refused
-from trivium.errors import ConfigError, DataError, RewardError
+from trivium.foundation.errors import ConfigError, DataError, RewardError
+from trivium.foundation.metrics import checked
 from trivium.frontdoors.verl.group_rewards import GroupRewards, as_manager
 from trivium.frontdoors.verl.objects.validation import _table, of_task, statistics
-from trivium.metrics import checked
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
 

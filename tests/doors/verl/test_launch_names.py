@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.failing import refused
-from trivium.errors import ConfigError, DataError, UnknownName
+from trivium.foundation.errors import ConfigError, DataError, UnknownName
+from trivium.foundation.registry import lazy_names
 from trivium.frontdoors import verl
 from trivium.frontdoors.verl import (
     RLHFDataset,
@@ -27,7 +28,6 @@ from trivium.frontdoors.verl import (
     validate_config,
     with_defaults,
 )
-from trivium.registry import lazy_names
 from trivium.text.tiny import tiny_tokenizer
 
 MODEL = {

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.peers import peer_file
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.verl.main_ppo import config_of
 from trivium.frontdoors.verl.translation import translate
 

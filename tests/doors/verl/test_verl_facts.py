@@ -19,7 +19,7 @@ from failing import refused
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from trivium.errors import ConfigError, TriviumError, UnknownName
+from trivium.foundation.errors import ConfigError, TriviumError, UnknownName
 from trivium.text.tiny import TinyModel, tiny_tokenizer
 
 pytest.importorskip("ray")

@@ -13,7 +13,7 @@ import torch
 from tests.doors.parts import verl_user_code as user
 from tests.doors.verl.test_frontdoor_reward_managers import view
 from tests.failing import refused
-from trivium.errors import ConfigError, RewardError, UnknownName
+from trivium.foundation.errors import ConfigError, RewardError, UnknownName
 from trivium.frontdoors.verl import (
     BatchView,
     NaiveRewardManager,

@@ -12,10 +12,10 @@ import yaml
 from tests.failing import refused
 from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.randomness import SampleKey
 from trivium.frontdoors.verl.objects.tool_classes import FunctionTool, load_functions, load_interactions, load_tools
 from trivium.policy import Policy
-from trivium.randomness import SampleKey
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Message, Request, Sampling, Task

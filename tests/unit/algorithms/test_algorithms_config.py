@@ -10,7 +10,7 @@ from failing import refused
 
 from trivium.algorithms import GroupAlgorithm, Preset, build_algorithm, catalogue
 from trivium.config import RunConfig, config_from_mapping
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 PRESETS = catalogue("algorithms")
 FILES = {"buffer": {"kind": "files"}}
@@ -143,8 +143,8 @@ def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
             "algorithm.normalise_advantages",
         ),
         ({"kind": "grpo", "clip_advantages": 0.0}, "algorithm.clip_advantages"),
-        ({"kind": "grpo", "policy_loss": "trivium.algorithms.advantages.group:grpo"}, "algorithm.policy_loss"),
-        ({"kind": "grpo", "advantage": "trivium.algorithms.policy_losses.clipped:ppo"}, "algorithm.advantage"),
+        ({"kind": "grpo", "policy_loss": "trivium.algorithms.estimators.group:grpo"}, "algorithm.policy_loss"),
+        ({"kind": "grpo", "advantage": "trivium.algorithms.losses.clipped:ppo"}, "algorithm.advantage"),
     ],
 )
 def test_a_key_that_would_be_ignored_or_cannot_work_is_an_error(algorithm: object, where: str) -> None:

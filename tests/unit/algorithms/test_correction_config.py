@@ -9,8 +9,8 @@ from failing import refused
 
 from trivium.algorithms import Correction, GroupAlgorithm, build_algorithm, catalogue
 from trivium.config import RunConfig, config_from_mapping
-from trivium.config.plan import plan_run
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.planning.plan import plan_run
 
 NAMED = catalogue("corrections")
 

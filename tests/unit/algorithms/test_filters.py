@@ -13,9 +13,9 @@ from failing import refused
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.metadata import EstimatorMetadata
-from trivium.errors import ConfigError, DataError, RolloutsFailing
 from trivium.explorer import check_failures
-from trivium.metrics import checked
+from trivium.foundation.errors import ConfigError, DataError, RolloutsFailing
+from trivium.foundation.metrics import checked
 from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
 
 FAILED = Failure("reward", "ValueError", "no number")
@@ -138,7 +138,7 @@ def test_a_user_adds_filters_and_shapings_from_a_file(tmp_path: Path) -> None:
     assert which.advantages(which.batch(kept))[1]["reward/shaped_mean"] == 3.0
     for key in ("filters", "shaping"):
         with refused(ConfigError, "ShapingMetadata" if key == "shaping" else "FilterMetadata"):
-            algorithm(tmp_path, **{key: ["trivium.algorithms.advantages.group:grpo"]})
+            algorithm(tmp_path, **{key: ["trivium.algorithms.estimators.group:grpo"]})
         with refused(ConfigError, "hig", "high"):
             algorithm(tmp_path, **{key: [{"kind": "clip" if key == "shaping" else "difficulty", "hig": 1}]})
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.batches import batch_of_pairs
+from trivium.foundation.metrics import checked
 from trivium.loops import add_scores, mini_batches, prepare_mini_batch, train_step
-from trivium.metrics import checked
 from trivium.types import EXPERT_VERSION, Group, Media, StopReason, Task, Trajectory, Turn
 
 

@@ -12,8 +12,8 @@ from failing import refused
 from trivium.algorithms import catalogue, policy_loss
 from trivium.algorithms.metadata import FunctionMetadata, When, metadata_of, option_problems
 from trivium.config import Plugin
-from trivium.errors import ConfigError
-from trivium.registry import CATALOGUE
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.registry import CATALOGUE
 
 KINDS = [kind for kind, names in CATALOGUE.items() if kind != "algorithms" and "trivium.algorithms" in str(names)]
 FUNCTIONS = {

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from trivium.algorithms import build_algorithm
 from trivium.buffers.files import FileBuffer
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.trained_models import ScoreModel, ValueModel
 from trivium.schedule import Schedule
@@ -67,8 +67,12 @@ def test_options_reach_the_loss() -> None:
     [
         ({"kind": "dpo", "pair_loss": {"bta": 1}}, {}, "algorithm.pair_loss.bta"),
         ({"kind": "dpo", "pair_loss": {"label_smoothing": 0.5}}, {}, "algorithm.pair_loss.label_smoothing"),
-        ({"kind": "dpo", "pair_loss": "trivium.algorithms.preference:hps"}, {}, "algorithm.pair_loss"),
-        ({"kind": "reward_model", "score_loss": "trivium.algorithms.preference:dpo"}, {}, "algorithm.score_loss"),
+        ({"kind": "dpo", "pair_loss": "trivium.algorithms.preference.losses:hps"}, {}, "algorithm.pair_loss"),
+        (
+            {"kind": "reward_model", "score_loss": "trivium.algorithms.preference.losses:dpo"},
+            {},
+            "algorithm.score_loss",
+        ),
         ({"kind": "dpo", "policy_loss": "ppo"}, {}, "algorithm.policy_loss"),
         ({"kind": "dpo", "mini_batches": 5}, {"groups_per_step": 4}, "algorithm.mini_batches"),
         ("reward_model", {"sections": {"evaluation": {"taskset": "train"}}}, "evaluation.taskset"),

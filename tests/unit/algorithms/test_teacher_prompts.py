@@ -13,8 +13,8 @@ from failing import refused
 
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.batches import batch_of
-from trivium.algorithms.teacher_prompts import TeacherPrompts
-from trivium.errors import DataError
+from trivium.algorithms.teachers.teacher_prompts import TeacherPrompts
+from trivium.foundation.errors import DataError
 from trivium.types import Group, Message, Prompt, Task, Trajectory
 
 

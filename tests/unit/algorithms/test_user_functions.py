@@ -22,7 +22,7 @@ from trivium.algorithms import (
 from trivium.algorithms.algorithm import Estimator
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.objective import TokenWeight, aggregated
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.types import Group, Task, Trajectory
 

@@ -21,14 +21,14 @@ import torch
 from failing import refused
 
 from trivium import phases
-from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer, conversation_of
 from trivium.buffers.journal import Journal, decode_group, encode_group, read_record, read_recorded, write_groups
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.slots import OPEN, SlotState, retried
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import DataError, SyncError
 from trivium.explorer import Explorer
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import DataError, SyncError
 from trivium.loops import follow_weights
 from trivium.schedule import Schedule
 from trivium.sync.memory import MemoryChannel

@@ -21,7 +21,7 @@ from trivium.buffers.journal import Journal
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.pipeline import Pipeline
 from trivium.config import RunConfig
-from trivium.errors import ConfigError, DataError, RolloutsFailing, first_cause
+from trivium.foundation.errors import ConfigError, DataError, RolloutsFailing, first_cause
 from trivium.schedule import Schedule
 from trivium.types import Failure, Group, Task, Trajectory, Turn
 

@@ -29,7 +29,7 @@ from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.buffers.sql.database import Database
 from trivium.buffers.sql.slot_tables import CALLS, GROUPS, SLOTS
 from trivium.config import plugin
-from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, SyncError
+from trivium.foundation.errors import ConfigError, DataError, MissingPackage, RoleFailed, SyncError
 from trivium.runtime.launch import run
 from trivium.types import Group, Lease, Media
 

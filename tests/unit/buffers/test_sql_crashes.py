@@ -31,7 +31,7 @@ from trivium.buffers.slots import SlotState
 from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.buffers.sql.database import Database, SqlTable
 from trivium.buffers.sql.slot_tables import CALLS, SLOTS
-from trivium.errors import RoleFailed, SyncError
+from trivium.foundation.errors import RoleFailed, SyncError
 from trivium.types import Lease
 
 

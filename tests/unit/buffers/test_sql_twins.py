@@ -14,7 +14,7 @@ from sql_roles import make_end, make_group, make_schedule
 
 from trivium.buffers.journal import decode_group, encode_group
 from trivium.buffers.memory import MemoryBuffer
-from trivium.errors import DataError, SyncError
+from trivium.foundation.errors import DataError, SyncError
 from trivium.schedule import Schedule
 from trivium.types import Group, Lease
 

@@ -28,8 +28,8 @@ from trivium.buffers.replay import Replay, _Kept
 from trivium.buffers.slots import admitted
 from trivium.buffers.strategies import Mix, StalenessControl, interleaved
 from trivium.config import AlgorithmConfig, RunConfig, StrategyConfig, build, plugin
-from trivium.config.plan import plan_run
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.planning.plan import plan_run
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer

@@ -13,9 +13,9 @@ import fsspec
 import pytest
 from failing import refused
 
-from trivium.checkpoint.atomic import MANIFEST
 from trivium.checkpoint.store import CheckpointStore, export
-from trivium.errors import ConfigError, RunDirError, StorageError
+from trivium.foundation.atomic import MANIFEST
+from trivium.foundation.errors import ConfigError, RunDirError, StorageError
 
 
 def write(directory: Path) -> None:

@@ -23,9 +23,9 @@ from trivium.config import (
     read_yaml,
 )
 from trivium.config.hints import keys_of_other_trainers
-from trivium.config.plan import plan_run
 from trivium.config.resume import as_begun, fingerprint, resume_changes, resume_differences, to_yaml
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.planning.plan import plan_run
 from trivium.runtime.stage import Stage
 from trivium.text.tiny import TinyModel
 from trivium.types import Sampling

@@ -26,9 +26,9 @@ from trivium.clients.chat import chat_messages
 from trivium.clients.http import EndpointFailed, EndpointTimeout, MalformedResponse
 from trivium.engines.endpoint.engine import EndpointEngine
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import ConfigError, RolloutError, SyncError, TriviumError
+from trivium.foundation.errors import ConfigError, RolloutError, SyncError, TriviumError
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import EngineFailure
-from trivium.randomness import SampleKey
 from trivium.testing import check_engine, reference_policy
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel, tiny_tokenizer

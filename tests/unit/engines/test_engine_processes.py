@@ -20,7 +20,7 @@ from tests.sessions import RENDERER
 from tests.waiting import until
 from trivium.engines.process_pool import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import RolloutError
+from trivium.foundation.errors import RolloutError
 from trivium.models.weights import stream
 from trivium.models.weights.stream import Described, spec
 from trivium.policy import EngineFailure

@@ -8,9 +8,9 @@ from failing import refused
 
 from tests.waiting import until
 from trivium.engines.scripted import LOG_PROB, ScriptedEngine
-from trivium.errors import ConfigError, RolloutError
+from trivium.foundation.errors import ConfigError, RolloutError
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import EngineFailure
-from trivium.randomness import SampleKey
 from trivium.types import Request, Sampling, StopReason
 
 EOS = frozenset({0})

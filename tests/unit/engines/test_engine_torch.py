@@ -19,10 +19,10 @@ from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.engine import TorchEngine, check_every_layer
 from trivium.engines.torch.sampling import RowSampling, sample
 from trivium.engines.torch.selfcheck import check_decoder, first_layers, verifies_drafts
-from trivium.errors import ConfigError, RolloutError, SyncError, TriviumError
+from trivium.foundation.errors import ConfigError, RolloutError, SyncError, TriviumError
+from trivium.foundation.randomness import SampleKey
 from trivium.models.cpu.worker_threads import with_threads
 from trivium.policy import EngineFailure
-from trivium.randomness import SampleKey
 from trivium.types import Completion, Request, Sampling, StopReason
 
 EOS = frozenset({1, 2})

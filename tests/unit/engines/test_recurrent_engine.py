@@ -16,10 +16,10 @@ from training_parts import VOCABULARY
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.engine import TorchEngine
 from trivium.engines.torch.row_states import StatefulRowCache
+from trivium.foundation.randomness import SampleKey
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.trained_models import LanguageModel
-from trivium.randomness import SampleKey
 from trivium.types import Completion, Request, Sampling
 
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trivium.config.choices import DRAFTED_ROWS
 from trivium.engines.torch.batch import Batch, Ticket, bucket
 from trivium.engines.torch.decoder import Decoder, _between
 from trivium.engines.torch.drafts import Drafts, Follower
 from trivium.engines.torch.engine import TorchEngine
 from trivium.engines.torch.selfcheck import verifies_drafts
-from trivium.randomness import SampleKey
+from trivium.foundation.randomness import SampleKey
+from trivium.planning.choices import DRAFTED_ROWS
 from trivium.types import Completion, Request, Sampling
 
 SIZES = {

@@ -9,7 +9,7 @@ from failing import refused
 from training_parts import make_engine, write_model
 
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import SyncError
+from trivium.foundation.errors import SyncError
 from trivium.models.heads.trained_models import tensor_names
 from trivium.policy import EngineFailure
 

@@ -7,7 +7,7 @@ import pytest
 from failing import refused
 
 from trivium.engines.reporting import TokenReport
-from trivium.errors import RolloutError
+from trivium.foundation.errors import RolloutError
 from trivium.types import Completion, StopReason
 
 

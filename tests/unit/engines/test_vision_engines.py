@@ -31,17 +31,17 @@ from vision_parts import (
 
 from tests.rank_processes import run_ranks
 from trivium.config import RunConfig, config_from_mapping
-from trivium.config.machine import Machine
-from trivium.config.memory_estimate import plan_stage
-from trivium.config.plan import plan_run
-from trivium.errors import ConfigError, DataError, RolloutError
+from trivium.foundation.errors import ConfigError, DataError, RolloutError
+from trivium.foundation.phases import collecting, phase
 from trivium.models.backbone.load import load_backbone, load_lm
 from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 from trivium.models.vision.encoder import vision_of
 from trivium.models.weights.lora import adapter_state, attach
 from trivium.models.weights.section import LoraConfig
-from trivium.phases import collecting, phase
+from trivium.planning.machine import Machine
+from trivium.planning.memory_estimate import plan_stage
+from trivium.planning.plan import plan_run
 from trivium.text.renderer import renderer_of
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.training.flops import utilisation

@@ -18,14 +18,14 @@ from training_parts import write_model
 from tests.processes import Forked
 from tests.waiting import eventually
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import RUNTIME, MemoryPlan, hosts_engine
 from trivium.engines.torch.engine import TorchEngine
 from trivium.engines.vllm.engine import VllmEngine
 from trivium.engines.vllm.process import OWNER, end_with_owner, gpus_of_rank, owned
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import attach, save_adapter
 from trivium.models.weights.section import LoraConfig
+from trivium.planning.memory_estimate import RUNTIME, MemoryPlan, hosts_engine
 from trivium.protocols import Weights
 from trivium.runtime.launch import run
 from trivium.text.tiny_vision import TinyVisionModel

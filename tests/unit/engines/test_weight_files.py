@@ -18,7 +18,7 @@ from vision_parts import tiny
 from tests.processes import Forked
 from tests.waiting import eventually
 from trivium.engines.vllm.weight_files import WeightFiles, fast_directory, own_directory
-from trivium.errors import SyncError
+from trivium.foundation.errors import SyncError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import adapter_state, attach, pushed_adapter
 from trivium.models.weights.saved_tensors import SafetensorsFiles

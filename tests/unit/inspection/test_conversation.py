@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from trivium.cli import app
 from trivium.config import config_from_mapping
-from trivium.errors import ConfigError, DataError, RunDirError
+from trivium.foundation.errors import ConfigError, DataError, RunDirError
 from trivium.inspection.conversation import NEW, ChatModel, converse, opened, read_prompts
 from trivium.runtime.launch import run
 from trivium.types import Message

@@ -17,7 +17,7 @@ from failing import refused
 
 from tests.processes import Forked, trivium
 from trivium.config import config_from_mapping
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
 from trivium.inspection.doctor import diagnose, examine_engine, examine_machine
 from trivium.monitors.health import RULES, Row, earlier_problems, evidence_of
 from trivium.runtime.launch import run

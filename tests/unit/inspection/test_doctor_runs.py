@@ -14,7 +14,7 @@ import torch
 from trivium.algorithms import PerToken, PolicyInputs, policy_loss
 from trivium.config import config_from_mapping
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.inspection.doctor import diagnose
 from trivium.monitors.health import RULES
 from trivium.runtime.launch import run

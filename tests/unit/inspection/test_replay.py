@@ -20,9 +20,9 @@ from safetensors.numpy import load_file, save_file
 from tests.processes import Forked, trivium
 from trivium.buffers.journal import read_recorded, write_groups
 from trivium.buffers.step_log import STEPS, StepLog, read_steps
-from trivium.checkpoint.atomic import MANIFEST
 from trivium.config import config_from_mapping
-from trivium.errors import DataError, RunDirError
+from trivium.foundation.atomic import MANIFEST
+from trivium.foundation.errors import DataError, RunDirError
 from trivium.inspection.replay_step import Replay, replay
 from trivium.inspection.rollouts import read_rollouts
 from trivium.runtime.launch import run

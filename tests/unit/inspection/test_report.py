@@ -18,11 +18,11 @@ from failing import refused
 from tests.processes import Forked, trivium
 from trivium.buffers.journal import read_recorded, write_groups
 from trivium.config import config_from_mapping
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
+from trivium.foundation.metrics import graded_accuracies
 from trivium.inspection.charts import Curve, keys_of, thinned
 from trivium.inspection.report import report_of, send_report
 from trivium.inspection.viewer.watched_run import WatchedRun
-from trivium.metrics import graded_accuracies
 from trivium.runtime.launch import run
 
 EVIL = "</script><img src=x onerror=alert(1)>"

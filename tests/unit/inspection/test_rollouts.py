@@ -20,7 +20,7 @@ from trivium.buffers.journal import write_groups
 from trivium.buffers.step_log import StepLog
 from trivium.buffers.step_tokens import keep_step
 from trivium.config import config_from_mapping
-from trivium.errors import ConfigError, DataError, RunDirError
+from trivium.foundation.errors import ConfigError, DataError, RunDirError
 from trivium.inspection.rollout_view import decoder, json_of, rollouts_of, text_of
 from trivium.inspection.rollouts import Rollout, planned_steps, read_rollouts
 from trivium.runtime.launch import run

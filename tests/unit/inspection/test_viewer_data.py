@@ -17,7 +17,8 @@ from failing import refused
 from tests.unit.inspection.test_rollouts import CONFIG, GROUPS, SIZE, STEPS
 from trivium.buffers.journal import read_recorded, write_groups
 from trivium.config import config_from_mapping
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
+from trivium.foundation.phases import SPANS, Busy, span, spans_to
 from trivium.inspection.charts import CHARTS, Mark, curves, keys_of, marks, matching
 from trivium.inspection.rollout_values import group_row, rollout_values, token_values
 from trivium.inspection.rollout_view import decoder, piecewise
@@ -26,7 +27,6 @@ from trivium.inspection.run import RecordedRun
 from trivium.inspection.viewer.group_list import GroupList, Query
 from trivium.inspection.viewer.task_table import TaskTable
 from trivium.inspection.viewer.timeline import chrome_trace, lanes, read_spans
-from trivium.phases import SPANS, Busy, span, spans_to
 from trivium.runtime.launch import run
 from trivium.types import Group, StopReason, Task, Trajectory, Turn
 

@@ -11,7 +11,7 @@ import torch
 from failing import refused
 from training_parts import Reinforce, make_batch, make_engine, weights, write_model
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.placement import use_deterministic_kernels
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -14,7 +14,7 @@ from failing import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trivium.config import config_from_mapping
-from trivium.errors import ConfigError, DataError, MissingPackage
+from trivium.foundation.errors import ConfigError, DataError, MissingPackage
 from trivium.models.weights.gguf import converted
 
 gguf = pytest.importorskip("gguf")

@@ -12,10 +12,10 @@ from failing import refused
 from training_parts import make_engine, write_model
 
 from trivium.config import choices
-from trivium.config.machine import Machine
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.heads.log_prob_head import log_prob_and_entropy
 from trivium.models.precision import parts_of, precision_of, product, set_matmul_precision, use_in
+from trivium.planning.machine import Machine
 from trivium.runtime.preflight import preflight
 
 X3 = "bfloat16x3"

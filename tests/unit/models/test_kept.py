@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from trivium.buffers.journal import decode_group, encode_group
 from trivium.engines.torch.sampling import Kept
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared
 from trivium.types import Batch, Experience, Group, StopReason, Turn, experiences_of

@@ -19,7 +19,7 @@ from training_parts import MODELS, VOCABULARY, make_batch, write_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3MoeConfig
 from vision_parts import FAMILIES, tiny
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.backbone.load import load_backbone, load_lm
 from trivium.models.weights.section import LoraConfig
 from trivium.training.distributed.ranks import ALONE

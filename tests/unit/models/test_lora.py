@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from trivium.config import config_from_mapping
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import ConfigError, SyncError, TriviumError
+from trivium.foundation.errors import ConfigError, SyncError, TriviumError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import (
     adapter_off,

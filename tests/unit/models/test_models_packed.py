@@ -7,7 +7,7 @@ from failing import refused
 from training_parts import MODELS, VOCABULARY, write_model
 from transformers import AutoModelForCausalLM, GPTJConfig
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
 

@@ -14,8 +14,8 @@ import torch
 
 from tests.waiting import until
 from trivium.engines.torch.engine import TorchEngine
+from trivium.foundation.randomness import SampleKey
 from trivium.models.cpu.openmp import _libgomp, release_team
-from trivium.randomness import SampleKey
 from trivium.runtime.main_loop import run_in_loop
 from trivium.text.tiny import TinyModel
 from trivium.types import Request, Sampling

@@ -14,12 +14,12 @@ from training_parts import Parts, Reinforce, make_batch, make_engine, write_mode
 from transformers import LlamaConfig
 
 from trivium.config import config_from_mapping
-from trivium.config.model_memory import memory_plan
-from trivium.config.model_shape import FEW_BITS
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.backbone.shape import shape_of
 from trivium.models.weights.quantized import QuantizedLinear
 from trivium.models.weights.section import has_library, refusal
+from trivium.planning.model_memory import memory_plan
+from trivium.planning.model_shape import FEW_BITS
 from trivium.training.engine import TorchTrainEngine
 
 installed = pytest.mark.skipif(not has_library(), reason="bitsandbytes is not installed (the extra `quantized`)")

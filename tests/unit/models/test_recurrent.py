@@ -14,7 +14,7 @@ from prefix_parts import make_batch, sequences
 from training_parts import VOCABULARY, Reinforce, make_engine, weights
 from transformers import AutoModelForCausalLM
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.backbone.load import load_lm
 from trivium.models.backbone.packed import Backbone, pack
 from trivium.models.backbone.prefixes import Prefixes, Tree

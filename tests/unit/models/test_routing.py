@@ -18,12 +18,12 @@ from training_parts import Parts, Reinforce, make_engine, write_model
 
 from trivium.buffers.journal import Journal, decode_group, encode_group, read_stored, stored_record
 from trivium.buffers.media import MediaFiles
-from trivium.errors import ConfigError, DataError, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, TriviumError
+from trivium.foundation.randomness import SampleKey
 from trivium.models.backbone.float64 import differentiate_in_float64
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.routing import _choice, routed, routers_of
 from trivium.models.heads.trained_models import LanguageModel
-from trivium.randomness import SampleKey
 from trivium.training.batching import prefixes_of
 from trivium.types import (
     Batch,

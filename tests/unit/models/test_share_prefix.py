@@ -20,12 +20,12 @@ from training_parts import SIZE, Parts, Reinforce, SquaredError, make_engine, we
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vision_parts import picture, rolled_out, tiny
 
+from trivium.foundation.phases import Phase
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.prefix_attention import tree_attention
 from trivium.models.backbone.prefixes import Prefixes, is_gain
 from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
-from trivium.phases import Phase
 from trivium.training.batching import cut_sharing, prefixes_of
 from trivium.training.distributed.data_parallel import shares_of, shares_of_groups
 from trivium.types import Batch, Experience, Media

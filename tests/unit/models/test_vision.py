@@ -14,7 +14,7 @@ from failing import refused
 from packaging.version import Version
 from PIL import Image
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.vision.images import Images, as_seen, decoded, images_of, join_pixels
 from trivium.models.vision.processor import hf_processor
 from trivium.text import hf_tokenizer

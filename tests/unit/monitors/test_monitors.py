@@ -23,14 +23,14 @@ from rich.console import Console
 from tests.sessions import Kept
 from tests.waiting import eventually
 from trivium.config import RunConfig
-from trivium.config.plan import plan_run
-from trivium.errors import DataError, MissingPackage, RunDirError, StorageError
+from trivium.foundation.errors import DataError, MissingPackage, RunDirError, StorageError
+from trivium.foundation.phases import Activity, activity, announce, group_in_progress, progress, watch
+from trivium.foundation.registry import resolve
 from trivium.monitors.console import ConsoleMonitor, _planned, _Remaining
 from trivium.monitors.fanout import FanOut
 from trivium.monitors.jsonl import JsonlMonitor
 from trivium.monitors.tensorboard import TensorBoardMonitor
-from trivium.phases import Activity, activity, announce, group_in_progress, progress, watch
-from trivium.registry import resolve
+from trivium.planning.plan import plan_run
 
 
 def jsonl(run_dir: Path, resume_step: int = 0) -> JsonlMonitor:

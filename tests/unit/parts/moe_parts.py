@@ -9,7 +9,7 @@ from training_parts import random_model
 from transformers import AutoConfig, PreTrainedModel
 
 from trivium.engines.torch.engine import TorchEngine
-from trivium.randomness import SampleKey
+from trivium.foundation.randomness import SampleKey
 from trivium.types import Batch, Completion, Group, Request, Sampling, Task, Trajectory, Turn, experiences_of
 
 _SIZES: dict[str, Any] = {

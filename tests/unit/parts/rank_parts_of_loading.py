@@ -9,7 +9,7 @@ from sync_parts import memory_rise
 from training_parts import Parts, Reinforce, make_batch
 
 from trivium.engines.vllm import weight_files
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.weights.filling import local_part
 from trivium.models.weights.section import LoraConfig
 from trivium.models.weights.stream import Described

@@ -12,14 +12,14 @@ from hybrid_parts import HYBRID_OF
 from training_parts import Parts, Reinforce, SquaredError, make_batch
 from transformers.distributed import tensor_parallel
 
-from trivium.config.model_memory import memory_plan
-from trivium.config.parallel import EXPERT_MODELS, TENSOR_MODELS
 from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.heads.vocabulary_part import VocabularyPart
 from trivium.models.weights.filling import local_part
+from trivium.planning.model_memory import memory_plan
+from trivium.planning.parallel import EXPERT_MODELS, TENSOR_MODELS
 from trivium.training import optim
 from trivium.training.batching import count
 from trivium.training.distributed.ranks import ALONE, Ranks, join_ranks

@@ -15,8 +15,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from trivium.engines.torch.engine import TorchEngine
+from trivium.foundation.randomness import SampleKey
 from trivium.models.vision.images import Images, images_of
-from trivium.randomness import SampleKey
 from trivium.text.renderer import renderer_of
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import Batch, Completion, Experience, Media, Message, Prompt, Request, Sampling

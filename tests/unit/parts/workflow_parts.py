@@ -6,8 +6,8 @@ from typing import Any
 
 from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import Policy
-from trivium.randomness import SampleKey
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Request, Sampling

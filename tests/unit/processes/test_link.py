@@ -17,7 +17,7 @@ import torch
 from failing import refused
 
 from tests.waiting import until
-from trivium.errors import ConfigError, RoleFailed, TriviumError
+from trivium.foundation.errors import ConfigError, RoleFailed, TriviumError
 from trivium.models.weights.stream import Named
 from trivium.processes.answers import Answer, Failures
 from trivium.processes.link import CANCEL, CLOSE, Call, Disconnected, Link, serve

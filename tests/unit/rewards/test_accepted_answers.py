@@ -11,7 +11,7 @@ from failing import check_error, refused
 from reward_parts import judged, task
 
 from trivium.config import RewardConfig, plugin
-from trivium.errors import DataError, RewardError
+from trivium.foundation.errors import DataError, RewardError
 from trivium.rewards import make_judge
 from trivium.rewards.accepted import plain_number
 from trivium.rewards.by_source import default_compute_score

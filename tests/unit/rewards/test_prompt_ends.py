@@ -11,7 +11,7 @@ from episodes import turn
 from reward_parts import task
 
 from trivium.config import RewardConfig, plugin
-from trivium.registry import resolve
+from trivium.foundation.registry import resolve
 from trivium.rewards import make_judge
 from trivium.rewards.by_source import default_compute_score
 from trivium.rewards.functions import Format

@@ -16,7 +16,7 @@ from training_parts import write_model
 from transformers import AutoModelForSequenceClassification
 
 from trivium.config import RewardConfig, plugin
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.classifier import classifier_of, load_score_model
 from trivium.models.heads.scoring import Conversation, SequenceScorer

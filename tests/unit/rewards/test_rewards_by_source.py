@@ -13,7 +13,7 @@ import pytest
 from failing import check_error, refused
 
 from trivium.config import RewardConfig, plugin
-from trivium.errors import ConfigError, DataError, RewardError
+from trivium.foundation.errors import ConfigError, DataError, RewardError
 from trivium.frontdoors.verl import default_compute_score
 from trivium.rewards import make_judge
 from trivium.rewards.by_source import GRADERS, BySource, GraderLimits, grader_of

@@ -8,7 +8,7 @@ import pytest
 from failing import refused
 from pydantic import ValidationError
 
-from trivium.errors import DataError, MissingPackage, RewardError
+from trivium.foundation.errors import DataError, MissingPackage, RewardError
 from trivium.processes.isolated import Isolated, require
 from trivium.rewards.functions import Exact, Format, Gsm8k, MathVerify, ReasoningGym, Regex, last_tag
 

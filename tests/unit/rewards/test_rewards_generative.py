@@ -13,7 +13,7 @@ from reward_services import computed, json_of, raw, service
 from serving import RENDERER, served
 
 from trivium.clients.http import EndpointError, MalformedResponse, TokenRefused
-from trivium.errors import RewardError
+from trivium.foundation.errors import RewardError
 from trivium.rewards import make_judge
 from trivium.rewards.generative import GenerativeJudge, UnreadableVerdict
 from trivium.types import Media

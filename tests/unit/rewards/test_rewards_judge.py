@@ -14,8 +14,8 @@ from failing import check_error, refused
 from tests.waiting import until
 from trivium import concurrency
 from trivium.config import RewardConfig, plugin
-from trivium.errors import ConfigError, DataError, RewardError, UnknownName
-from trivium.registry import resolve
+from trivium.foundation.errors import ConfigError, DataError, RewardError, UnknownName
+from trivium.foundation.registry import resolve
 from trivium.rewards import Judge, make_judge
 from trivium.rewards.functions import Exact
 from trivium.types import Message, StopReason, Task, Trajectory, Turn

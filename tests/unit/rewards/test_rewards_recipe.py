@@ -14,10 +14,10 @@ import yaml
 from failing import check_error, refused
 
 from trivium.config import RunConfig, load_config
-from trivium.config.machine import Machine
 from trivium.config.resume import resume_differences, to_yaml
-from trivium.errors import ConfigError, DataError, RewardError
-from trivium.registry import resolve
+from trivium.foundation.errors import ConfigError, DataError, RewardError
+from trivium.foundation.registry import resolve
+from trivium.planning.machine import Machine
 from trivium.rewards.judge import Judge, make_judge
 from trivium.runtime.preflight import preflight
 from trivium.types import Message, StopReason, Task, Trajectory, Turn

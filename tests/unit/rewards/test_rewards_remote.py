@@ -47,7 +47,7 @@ from trivium.clients.http import (
     read_token,
     retry_after_s,
 )
-from trivium.errors import ConfigError, RewardError
+from trivium.foundation.errors import ConfigError, RewardError
 from trivium.models.vision.images import decoded
 from trivium.rewards import make_judge
 from trivium.rewards.remote import RemoteReward

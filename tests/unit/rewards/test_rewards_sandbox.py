@@ -18,7 +18,7 @@ import pytest
 from failing import refused
 
 from tests.waiting import eventually
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.rewards.graders.programs import program_score
 from trivium.rewards.sandbox import Check, Limits, Ran, Sandbox, runs
 from trivium.rewards.sandbox.seccomp import confinement, known, program
@@ -545,7 +545,7 @@ held = ctypes.create_string_buffer(instructions, len(instructions))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack("@HP", len(instructions) // 8, ctypes.addressof(held)), 0, 0) == 0
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.rewards.sandbox import Sandbox
 try:
     Sandbox()

@@ -23,10 +23,10 @@ import pytest
 from failing import check_error
 
 from tests.waiting import eventually, until
-from trivium.concurrency import ProcessLife, Threads, left_behind
 from trivium.config import RewardConfig
-from trivium.config.machine import peak_memory
-from trivium.errors import RewardError
+from trivium.foundation.concurrency import ProcessLife, Threads, left_behind
+from trivium.foundation.errors import RewardError
+from trivium.planning.machine import peak_memory
 from trivium.processes.isolated.answers import PICKLE, serve_in_fork
 from trivium.processes.isolated.child import Child, fork
 from trivium.processes.isolated.signals import MainThreadWanted, main_thread_wanted

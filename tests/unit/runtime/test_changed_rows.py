@@ -12,7 +12,7 @@ from failing import refused
 from PIL import Image
 
 from trivium.config import config_from_mapping
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.runtime.launch import ready, run
 
 ROWS = [{"prompt": f"{place}+1=", "completion": str(place + 1)} for place in range(8)]

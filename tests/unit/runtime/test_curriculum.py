@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trivium.config import RunConfig, config_from_mapping
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.runtime.build import build_schedule
 from trivium.runtime.stage import Stage
 from trivium.schedule import Schedule

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from trivium.algorithms.formulas import mentions_option
 from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, merged
-from trivium.errors import ConfigError
-from trivium.registry import CATALOGUE, resolve
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.registry import CATALOGUE, resolve
 from trivium.runtime.build import algorithm_of, explain
 
 BASE = {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}}, "rewards": ["exact"]}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trivium.checkpoint.atomic import commit, staging_directory
+from trivium.foundation.atomic import commit, staging_directory
 from trivium.runtime.export import dtype_in, export
 
 FLOATS = ("model.embed.weight", "model.layers.0.mlp.weight", "model.router.bias")

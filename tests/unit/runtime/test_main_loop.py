@@ -19,7 +19,7 @@ from failing import refused
 
 from tests.processes import Forked
 from tests.waiting import eventually
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.runtime import main_loop
 from trivium.runtime.main_loop import exit_without_threads, run_in_loop
 

@@ -9,7 +9,7 @@ from typing import Any
 from configs import configured, problems_of
 
 from trivium.config import RunConfig
-from trivium.config.machine import Machine
+from trivium.planning.machine import Machine
 from trivium.runtime.build import build_schedule, build_tasks
 from trivium.runtime.preflight import preflight
 from trivium.runtime.stage import Stage

@@ -11,9 +11,9 @@ from failing import refused
 
 from trivium.buffers.files import FileBuffer
 from trivium.config import RunConfig, config_from_mapping
-from trivium.config.machine import Machine
-from trivium.config.plan import plan_run
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
+from trivium.planning.machine import Machine
+from trivium.planning.plan import plan_run
 from trivium.runtime.build import build_tasks
 from trivium.runtime.preflight import preflight
 from trivium.runtime.row_lengths import renderer_here

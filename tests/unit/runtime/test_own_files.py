@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from failing import refused
 
-from trivium.checkpoint.atomic import refuse_existing
 from trivium.checkpoint.store import Checkpoint, export
 from trivium.config import RunConfig, load_config
 from trivium.config.saved import config_file
-from trivium.errors import ConfigError, RunDirError
+from trivium.foundation.atomic import refuse_existing
+from trivium.foundation.errors import ConfigError, RunDirError
 from trivium.inspection.report import write_report
 from trivium.inspection.run import RecordedRun
 from trivium.runtime.run_dir import open_run_dir

@@ -18,9 +18,9 @@ from failing import refused
 from PIL import Image
 
 from trivium.config import config_from_mapping, merged
-from trivium.config.machine import Machine
 from trivium.config.resume import resume_differences, to_yaml
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.planning.machine import Machine
 from trivium.runtime import launch
 from trivium.runtime.preflight import Findings, preflight
 from trivium.runtime.train_engines import check_vocabulary

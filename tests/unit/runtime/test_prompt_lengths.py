@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import config_from_mapping
-from trivium.config.machine import Machine
-from trivium.config.memory_estimate import PROMPT_TOKENS
+from trivium.planning.machine import Machine
+from trivium.planning.memory_estimate import PROMPT_TOKENS
 from trivium.runtime.preflight import preflight
 
 

@@ -15,8 +15,8 @@ from configs import minimal
 from failing import refused
 
 from trivium.config import RunConfig, config_from_mapping
-from trivium.errors import ConfigError, DataError
-from trivium.registry import is_only_here, is_unnamed, name_of, resolve
+from trivium.foundation.errors import ConfigError, DataError
+from trivium.foundation.registry import is_only_here, is_unnamed, name_of, resolve
 from trivium.runtime.python_api import beside_a_loop, configured
 
 CONFIG: dict[str, Any] = minimal()

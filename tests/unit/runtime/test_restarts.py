@@ -9,7 +9,7 @@ from typing import Any
 from configs import configured
 from failing import refused
 
-from trivium.errors import ProcessDied
+from trivium.foundation.errors import ProcessDied
 from trivium.runtime.launch import _train_with_restarts, run
 
 

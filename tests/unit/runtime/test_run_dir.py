@@ -14,9 +14,9 @@ from failing import refused
 
 from tests.processes import Forked
 from tests.waiting import eventually
-from trivium.concurrency import ProcessLife
 from trivium.config import RunConfig, load_config
-from trivium.errors import RunDirError
+from trivium.foundation.concurrency import ProcessLife
+from trivium.foundation.errors import RunDirError
 from trivium.runtime.run_dir import FORM, hold_with, open_run_dir
 
 TINY = Path(__file__).parents[2] / "e2e" / "tiny.yaml"

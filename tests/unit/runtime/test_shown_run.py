@@ -15,7 +15,7 @@ from configs import tiny_model
 
 import trivium
 from trivium.engines.torch.engine import TorchEngine
-from trivium.phases import Activity, watch
+from trivium.foundation.phases import Activity, watch
 
 CONFIG: dict[str, Any] = {
     "model": tiny_model(),

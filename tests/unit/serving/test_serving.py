@@ -19,8 +19,8 @@ from fastapi import FastAPI
 
 from tests.serving import NAME, Served, served
 from trivium.config import RewardConfig
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import EngineFailure
-from trivium.randomness import SampleKey
 from trivium.serving.bodies import RequestError
 from trivium.serving.connections import ListenError, serve_app
 from trivium.serving.requests import read_feedback

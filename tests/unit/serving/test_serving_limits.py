@@ -18,9 +18,9 @@ from failing import refused
 
 from tests.serving import RENDERER, Babbler, Served, served
 from tests.waiting import until
-from trivium.errors import ConfigError, RolloutError
+from trivium.foundation.errors import ConfigError, RolloutError
+from trivium.foundation.randomness import SampleKey
 from trivium.policy import Policy
-from trivium.randomness import SampleKey
 from trivium.serving import bodies, connections
 from trivium.serving.bodies import RequestError
 from trivium.serving.connections import ListenError, RepeatedLines, connection_cap

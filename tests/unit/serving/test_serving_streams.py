@@ -17,7 +17,7 @@ from openai import APIError, AsyncOpenAI
 
 from tests.serving import RENDERER, Babbler, Served, served
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import RolloutError
+from trivium.foundation.errors import RolloutError
 from trivium.serving.bodies import RequestError
 from trivium.serving.completion_parts import Answer, Recorded, answer_of, settled
 from trivium.serving.requests import read_chat

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI, InternalServerError, pydantic_function_tool
 from pydantic import BaseModel
 
 from tests.serving import NAME, RENDERER, Served, served
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, tiny_tokenizer
 from trivium.text.tool_formats import HERMES

@@ -13,11 +13,11 @@ import torch
 from failing import refused
 from sync_parts import Reading
 
-from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import SyncError, VersionGone
 from trivium.explorer import Explorer
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import SyncError, VersionGone
 from trivium.loops import follow_weights
 from trivium.schedule import Schedule
 from trivium.sync import files as checkpoint

@@ -18,8 +18,8 @@ import torch
 from failing import refused
 from sync_parts import Reading
 
-from trivium.board import MemoryBoard
-from trivium.errors import RoleFailed, SyncError, VersionGone
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import RoleFailed, SyncError, VersionGone
 from trivium.models.weights.stream import Described
 from trivium.protocols import DescribedWeights, TensorSpec, WeightOffer
 from trivium.publisher import Publisher

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from configs import configured
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 
 def problems(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, str]:

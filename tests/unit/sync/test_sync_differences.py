@@ -13,8 +13,8 @@ import pytest
 import torch
 from failing import refused
 
-from trivium.board import MemoryBoard
-from trivium.errors import SyncError, VersionGone
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import SyncError, VersionGone
 from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.sync.differences import Difference, difference, patched
 from trivium.sync.files import FileChannel

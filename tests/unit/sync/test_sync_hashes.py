@@ -14,7 +14,7 @@ from failing import refused
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from trivium.errors import SyncError
+from trivium.foundation.errors import SyncError
 from trivium.sync.hashes import copied, digest, digests, hash_of, joined, verify
 
 ROW = 2048

@@ -8,7 +8,7 @@ import pytest
 import torch
 from failing import refused
 
-from trivium.errors import SyncError, VersionGone
+from trivium.foundation.errors import SyncError, VersionGone
 from trivium.sync.memory import MemoryChannel
 
 ODD = {

@@ -20,10 +20,10 @@ from tests.processes import Forked
 from tests.waiting import until
 from trivium.engines.process_pool import ProcessPool
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import RoleFailed, SyncError
+from trivium.foundation.errors import RoleFailed, SyncError
+from trivium.foundation.randomness import SampleKey
 from trivium.models.weights.stream import Described
 from trivium.policy import EngineFailure
-from trivium.randomness import SampleKey
 from trivium.types import Completion, Request, Sampling
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 128, "vocab_size": 4000}

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from tests.sessions import TASKS, Lengths, Session
 from tests.waiting import until
-from trivium.board import MemoryBoard, Values
 from trivium.buffers.strategies import DefaultStrategy
-from trivium.errors import VersionGone
 from trivium.evaluate import RemoteEvaluator
+from trivium.foundation.board import MemoryBoard, Values
+from trivium.foundation.errors import VersionGone
+from trivium.foundation.run_role import live_explorers
 from trivium.loops import train_loop
-from trivium.run_role import live_explorers
 from trivium.schedule import Cadence, Schedule
 from trivium.types import Capabilities, Group, RunningStatus, Sample, SyncStyle
 

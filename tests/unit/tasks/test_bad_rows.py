@@ -13,7 +13,7 @@ from failing import refused
 
 from trivium.buffers.journal import decode_group, encode_group
 from trivium.config import build, plugin
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.tasks.given import as_lines
 from trivium.types import Group, Task
 

@@ -13,7 +13,7 @@ import pytest
 from configs import configured, problems_of
 from failing import refused
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.protocols import TaskSource
 from trivium.runtime.build import build_schedule
 from trivium.runtime.stage import Stage

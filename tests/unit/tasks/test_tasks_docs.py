@@ -11,10 +11,10 @@ import yaml
 
 from trivium.config import RunConfig, build, config_from_mapping, merged, plugin, read_yaml
 from trivium.engines.scripted import ScriptedEngine
-from trivium.metrics import declared
+from trivium.foundation.metrics import declared
+from trivium.foundation.randomness import SampleKey
+from trivium.foundation.registry import resolve
 from trivium.policy import Policy
-from trivium.randomness import SampleKey
-from trivium.registry import resolve
 from trivium.testing import check_workflow
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel, tiny_tokenizer

@@ -15,7 +15,7 @@ import pytest
 from failing import refused
 
 from trivium.config import build, plugin
-from trivium.errors import DataError, MissingPackage
+from trivium.foundation.errors import DataError, MissingPackage
 from trivium.tasks.files import JsonlTasks
 from trivium.types import Message
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trivium.config import build, load_config, plugin
-from trivium.errors import ConfigError, DataError, UnknownName
+from trivium.foundation.errors import ConfigError, DataError, UnknownName
 from trivium.tasks.generators import ArithmeticTasks, PythonTasks
 from trivium.types import Message, Task
 

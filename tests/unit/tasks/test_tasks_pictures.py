@@ -14,7 +14,7 @@ import pytest
 from failing import refused
 from PIL import Image
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.tasks.files import JsonlTasks, ParquetTasks
 from trivium.tasks.given import as_lines
 from trivium.tasks.hf import DatasetsTasks

@@ -9,7 +9,7 @@ import pytest
 from failing import refused
 
 from trivium.config import RunConfig, build, load_config
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.rewards import make_judge
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer

@@ -11,7 +11,7 @@ from failing import refused
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trivium.errors import DataError, TemplateRefusal
+from trivium.foundation.errors import DataError, TemplateRefusal
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Message, Prompt, StopReason, ToolCall

@@ -10,7 +10,7 @@ import pytest
 from failing import refused
 
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError, DataError, TemplateRefusal
+from trivium.foundation.errors import ConfigError, DataError, TemplateRefusal
 from trivium.models.backbone.huggingface import PLAIN_TEMPLATE as PLAIN
 from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.text import hf_tokenizer

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig, AutoTokenizer
 
 from trivium.config import build, plugin
-from trivium.errors import DataError, RunDirError
+from trivium.foundation.errors import DataError, RunDirError
 from trivium.models.backbone.load import load_lm
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import ASCII, TinyModel, tiny_tokenizer

@@ -7,7 +7,7 @@ import pytest
 from failing import refused
 from transformers import PreTrainedTokenizerBase
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.text import hf_processor, hf_tokenizer
 from trivium.text.tiny import TinyModel, tiny_tokenizer
 

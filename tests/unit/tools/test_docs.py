@@ -24,9 +24,9 @@ import yaml
 from trivium.algorithms import AdvantageInputs, GroupAlgorithm, build_algorithm, policy_inputs
 from trivium.algorithms.explain import explain
 from trivium.config import AlgorithmConfig, EngineConfig, RunConfig, build, config_from_mapping, load_config, plugin
-from trivium.metrics import METRICS
+from trivium.foundation.metrics import METRICS
+from trivium.foundation.registry import CATALOGUE
 from trivium.protocols import RolloutEngine
-from trivium.registry import CATALOGUE
 from trivium.testing import check_engine
 from trivium.types import Group, StopReason, Task, Trajectory, Turn
 

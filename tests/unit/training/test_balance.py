@@ -4,7 +4,7 @@ from failing import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.training.balance import partition, workload
 
 WORKLOADS = st.lists(st.integers(0, 5000), max_size=40)

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain
 from trivium.algorithms.presets import PPO
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.loops import train_step
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Group, Trajectory

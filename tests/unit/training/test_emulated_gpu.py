@@ -22,9 +22,9 @@ from vision_parts import CONVERSATIONS, rolled_out, tiny
 from trivium.engines.torch.batch import Batch, Ticket
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.selfcheck import check_decoder
+from trivium.foundation.randomness import SampleKey
 from trivium.models.backbone import packed
 from trivium.models.placement import sent, use_deterministic_kernels
-from trivium.randomness import SampleKey
 from trivium.sync.memory import MemoryChannel
 from trivium.text.renderer import renderer_of
 from trivium.training import batching

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_parts import make_engine, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from trivium.foundation.metrics import checked, depends_on_machine
+from trivium.foundation.phases import Phase, collecting, measured, phase
 from trivium.loops import train_step
-from trivium.metrics import checked, depends_on_machine
 from trivium.models.backbone.shape import shape_of
-from trivium.phases import Phase, collecting, measured, phase
 from trivium.training.flops import measured_peak, utilisation
 from trivium.types import Batch
 

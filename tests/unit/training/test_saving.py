@@ -18,7 +18,7 @@ from rank_processes import run_ranks
 from training_parts import Parts, Reinforce, SquaredError, make_batch, write_model
 from transformers import AutoModel, AutoModelForCausalLM
 
-from trivium.errors import RoleFailed, RunDirError
+from trivium.foundation.errors import RoleFailed, RunDirError
 from trivium.loops import prepare_mini_batch
 from trivium.protocols import EngineSettings, TrainEngine
 from trivium.training import snapshot as saving

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from trivium.algorithms import PolicyObjective, catalogue
 from trivium.algorithms.objective import Term
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.types import SCORES, Batch, Prompt, Teacher, Trajectory, experiences_of
 
 TEMPERATURE = 0.8

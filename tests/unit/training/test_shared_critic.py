@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from vision_parts import rolled_out, tiny
 
 from trivium.config import config_from_mapping
-from trivium.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, TriviumError
 from trivium.models.backbone.float64 import differentiate_in_float64
 from trivium.models.heads.trained_models import ActorCritic
 from trivium.models.heads.value_head import VALUE_HEAD

@@ -13,7 +13,7 @@ import pytest
 from failing import refused
 
 from tests.rank_processes import run_ranks
-from trivium.errors import RoleFailed
+from trivium.foundation.errors import RoleFailed
 from trivium.processes.sockets import own_interface
 from trivium.training.distributed.data_parallel import RankVerbs
 from trivium.training.distributed.ranks import Ranks, open_process_group

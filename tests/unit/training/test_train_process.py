@@ -16,8 +16,8 @@ from failing import refused
 
 from tests.rank_on_trial import weights
 from tests.waiting import eventually
-from trivium.concurrency import ProcessLife
-from trivium.errors import DataError, ProcessDied, RoleFailed, StorageError
+from trivium.foundation.concurrency import ProcessLife
+from trivium.foundation.errors import DataError, ProcessDied, RoleFailed, StorageError
 from trivium.protocols import DescribedWeights, WeightChannel
 from trivium.sync.memory import MemoryChannel
 from trivium.training.distributed import train_process

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
-from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, RunDirError, TriviumError
+from trivium.foundation.metrics import checked
 from trivium.loops import train_step
-from trivium.metrics import checked
 from trivium.protocols import EngineSettings
 from trivium.runtime.build import algorithm_of
 from trivium.runtime.stage import Stage

@@ -11,7 +11,7 @@ import torch
 from algebra import column_names, number, objectives
 from training_parts import VOCABULARY, write_model
 
-from trivium.metrics import checked
+from trivium.foundation.metrics import checked
 from trivium.models.heads.trained_models import LanguageModel, ScoreModel, ValueModel
 from trivium.training.learner import Learner, RoleModel
 from trivium.training.optim import Optimizer

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import nn
 
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
 from trivium.training.optim import Optimizer, learning_rate
 from trivium.training.section import OptimizerConfig
 from trivium.training.snapshot import read_tensors

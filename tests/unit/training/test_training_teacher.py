@@ -12,7 +12,7 @@ from training_parts import VOCABULARY, Parts, make_batch, make_engine, weights, 
 from transformers import AutoModelForCausalLM
 
 from trivium.algorithms import PolicyObjective, catalogue
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.types import Batch, Teacher
 
 LOSSES = catalogue("policy_losses")

@@ -16,7 +16,7 @@ from training_parts import Parts, Reinforce, make_batch, make_engine, weights, w
 
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.selfcheck import check_decoder
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.models.cpu.worker_threads import WorkerThreads
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch

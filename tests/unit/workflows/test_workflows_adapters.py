@@ -23,9 +23,9 @@ from workflow_parts import policy, shown, workflow
 
 from tests.waiting import until
 from trivium.config import RunConfig, plugin
-from trivium.errors import DataError, MissingPackage, UnknownName
+from trivium.foundation.errors import DataError, MissingPackage, UnknownName
+from trivium.foundation.registry import resolve
 from trivium.policy import Policy
-from trivium.registry import resolve
 from trivium.types import Message, Task
 from trivium.workflows.adapters import mapping_of, observed_text, seed_of
 from trivium.workflows.episodes import EnvironmentFailure

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from workflow_parts import TOKENIZER, policy, shown, workflow
 
 from trivium.config import RunConfig, plugin
-from trivium.errors import ConfigError, RolloutError
-from trivium.registry import resolve
+from trivium.foundation.errors import ConfigError, RolloutError
+from trivium.foundation.registry import resolve
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, tiny_tokenizer
 from trivium.text.tools import TOOLS

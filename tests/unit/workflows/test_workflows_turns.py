@@ -15,10 +15,10 @@ from failing import refused
 from tests.waiting import until
 from trivium.config import RunConfig, build, plugin
 from trivium.engines.scripted import LOG_PROB, ScriptedEngine
-from trivium.errors import ConfigError, RolloutError, UnknownName
+from trivium.foundation.errors import ConfigError, RolloutError, UnknownName
+from trivium.foundation.randomness import SampleKey
+from trivium.foundation.registry import resolve
 from trivium.policy import Policy, PromptTooLong
-from trivium.randomness import SampleKey
-from trivium.registry import resolve
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import (

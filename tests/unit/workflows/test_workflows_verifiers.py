@@ -13,7 +13,7 @@ from workflow_parts import policy, shown, workflow
 
 from trivium.api import verifiers_rows
 from trivium.config import RunConfig, plugin
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.policy import EngineFailure, PromptTooLong
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, tiny_tokenizer

@@ -17,7 +17,7 @@ from trivium.algorithms.sections.parts import (
 from trivium.algorithms.sections.policy_gradient import supervised
 from trivium.algorithms.sections.teacher import TeacherConfig, teacher_problems
 from trivium.config import RunConfig
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
 
 
 class DistillConfig(UpdateConfig):

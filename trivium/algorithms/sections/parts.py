@@ -21,8 +21,8 @@ from trivium.algorithms.metadata import (
 )
 from trivium.algorithms.objective import TEACHER_COLUMNS
 from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, changeable, plugin, plugin_path
-from trivium.errors import ConfigError, Problem, TriviumError
-from trivium.registry import resolve
+from trivium.foundation.errors import ConfigError, Problem, TriviumError
+from trivium.foundation.registry import resolve
 from trivium.types import capabilities_of
 
 AdvantagePlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("advantages"))]

@@ -8,12 +8,13 @@ from typing import Any, Literal, cast
 
 from pydantic import Field
 
-from trivium.algorithms.advantages.finishing import Normalise
 from trivium.algorithms.algorithm import AnyObjective, Estimator, GroupAlgorithm
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.entropy import EntropyController
+from trivium.algorithms.estimators.finishing import Normalise
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.kl import KlController, get_kl_controller
+from trivium.algorithms.losses.value_loss import SharedObjective, ValueObjective
 from trivium.algorithms.metadata import (
     EntropyMetadata,
     EstimatorMetadata,
@@ -49,11 +50,10 @@ from trivium.algorithms.sections.parts import (
 )
 from trivium.algorithms.sections.teacher import TeacherConfig, teacher_problems
 from trivium.algorithms.shaping import Moments, Shaping
-from trivium.algorithms.value_loss import SharedObjective, ValueObjective
 from trivium.config import Plugin, RunConfig, changeable
 from trivium.config.checks import WITH_FIXED_VERSIONS
-from trivium.errors import Problem
-from trivium.registry import describe, resolve
+from trivium.foundation.errors import Problem
+from trivium.foundation.registry import describe, resolve
 from trivium.types import capabilities_of
 
 

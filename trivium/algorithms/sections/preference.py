@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata, resolve_function
-from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.sections.parts import (
     PassesConfig,
     is_explored,
@@ -19,7 +19,7 @@ from trivium.algorithms.sections.parts import (
     section_problems,
 )
 from trivium.config import Plugin, RunConfig, plugin
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
 
 PairLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("pair_losses"))]
 ScoreLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("score_losses"))]

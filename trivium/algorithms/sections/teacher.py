@@ -10,10 +10,10 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from trivium.algorithms.objective import TEACHER_COLUMNS
-from trivium.algorithms.teacher_prompts import fields_of
+from trivium.algorithms.teachers.teacher_prompts import fields_of
 from trivium.clients.hub import ModelPath
 from trivium.config import Config, RunConfig
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.types import Teacher
 

@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import sqlalchemy as sa
 from pydantic import AfterValidator
 
-from trivium.board import SharedBoard
 from trivium.buffers.journal import read_stored, stored_record
 from trivium.buffers.slot_buffer import SlotBuffer, Undo, Waits, Work
 from trivium.buffers.slot_machine import Rows, Slots
@@ -30,10 +29,11 @@ from trivium.buffers.sql.database import Database, SqlTable, Statement, located,
 from trivium.buffers.sql.media_rows import MediaRows
 from trivium.buffers.sql.slot_rows import SqlRows, forget
 from trivium.buffers.sql.slot_tables import BUFFERS, CALLS, RUNS, TABLES
-from trivium.checkpoint.atomic import atomic_write, fsync, writing
-from trivium.concurrency import ProgressDeadline, Waiting, wait_until
 from trivium.config import BufferConfig, RunConfig, config_path, free
-from trivium.errors import ConfigError, DataError, Problem, RoleFailed, SyncError
+from trivium.foundation.atomic import atomic_write, fsync, writing
+from trivium.foundation.board import SharedBoard
+from trivium.foundation.concurrency import ProgressDeadline, Waiting, wait_until
+from trivium.foundation.errors import ConfigError, DataError, Problem, RoleFailed, SyncError
 from trivium.protocols import Renderer
 from trivium.schedule import Schedule
 from trivium.types import TRAINER, Capabilities, Group, Lease

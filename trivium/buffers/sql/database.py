@@ -25,9 +25,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from trivium.board import Values
-from trivium.checkpoint.atomic import made_directory
-from trivium.errors import ConfigError, MissingPackage, RoleFailed
+from trivium.foundation.atomic import made_directory
+from trivium.foundation.board import Values
+from trivium.foundation.errors import ConfigError, MissingPackage, RoleFailed
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], T]

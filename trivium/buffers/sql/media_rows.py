@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from trivium.buffers.media import MediaCache, check_media
 from trivium.buffers.sql.database import Database
 from trivium.buffers.sql.slot_tables import MEDIA
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import Media
 
 

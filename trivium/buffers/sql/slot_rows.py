@@ -15,7 +15,7 @@ from trivium.buffers.slot_machine import Predicate
 from trivium.buffers.slots import COUNTERS, OPEN, Row, SlotState
 from trivium.buffers.sql.database import Statement
 from trivium.buffers.sql.slot_tables import BUFFERS, CALLS, EXPLORERS, FAILED, GROUPS, MEDIA, SLOTS
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import Group, Lease
 
 T = TypeVar("T")

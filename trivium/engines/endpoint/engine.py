@@ -15,17 +15,17 @@ from pydantic import Field
 from safetensors.torch import save_file
 
 from trivium.clients.http import EndpointClient, EndpointConfig, EndpointError, TokenRefused, Url
-from trivium.concurrency import Turns
 from trivium.config import EngineConfig, RunConfig, free
 from trivium.config.fields import ConfigPath
 from trivium.engines.endpoint.forms import chat_body, read_chat, read_tokens, tokens_body
 from trivium.engines.load_gate import LoadGate
-from trivium.errors import ConfigError, Problem, RolloutError, SyncError
+from trivium.foundation.concurrency import Turns
+from trivium.foundation.errors import ConfigError, Problem, RolloutError, SyncError
+from trivium.foundation.randomness import SampleKey
+from trivium.foundation.registry import resolve
 from trivium.models.backbone.shape import read_shape
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
-from trivium.randomness import SampleKey
-from trivium.registry import resolve
 from trivium.types import Capabilities, Completion, Request, Sampling, StopReason, capabilities_of
 
 _KEPT = 2

@@ -15,7 +15,7 @@ import numpy as np
 
 from trivium.clients.chat import chat_messages, read_choice, read_text
 from trivium.clients.http import EndpointClient
-from trivium.errors import described
+from trivium.foundation.errors import described
 from trivium.types import Completion, Request, Sampling, StopReason
 
 _ROUNDING = 1e-3

@@ -15,15 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.config.choices import DRAFTED_ROWS
 from trivium.engines.stopping import StopScan
 from trivium.engines.torch.decoder import Decoder, Prefix
 from trivium.engines.torch.drafts import Drafts, Follower
 from trivium.engines.torch.image_prompts import PromptImages
 from trivium.engines.torch.row_table import RowTable
 from trivium.engines.torch.sampling import Kept, RowSampling, on_host, sample
-from trivium.errors import DataError
-from trivium.randomness import uniforms
+from trivium.foundation.errors import DataError
+from trivium.foundation.randomness import uniforms
+from trivium.planning.choices import DRAFTED_ROWS
 from trivium.types import AnyArray, Completion, Request, StopReason
 
 SCORED = "prompt_log_prob"

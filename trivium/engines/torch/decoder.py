@@ -19,14 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from trivium.config.choices import DECODE_ROWS, PROMPT_CHUNK, decoding_threads
 from trivium.engines.torch.attention import registered
 from trivium.engines.torch.image_prompts import PromptImages, SeenPrompts, look
 from trivium.engines.torch.kv_cache import PromptCache, RowCache, StepRows, pages
 from trivium.engines.torch.layers import Layers, changing_rotation, supports
 from trivium.engines.torch.row_states import StatefulPromptCache, StatefulRowCache
 from trivium.engines.torch.step_graphs import StepGraphs, graph_width
-from trivium.errors import ConfigError, SyncError
+from trivium.foundation.errors import ConfigError, SyncError
 from trivium.models.backbone.load import calls_attention, load_lm, max_positions
 from trivium.models.backbone.recurrent import LAYER_TYPES, follow_sequences
 from trivium.models.backbone.routing import Recorder, routers_of
@@ -39,6 +38,7 @@ from trivium.models.precision import use_in
 from trivium.models.vision.encoder import pixel_reader, refuse_images, vision_of
 from trivium.models.weights.lora import LowRank, check_base, fingerprint, is_adapter, merged, received_adapter
 from trivium.models.weights.stream import described
+from trivium.planning.choices import DECODE_ROWS, PROMPT_CHUNK, decoding_threads
 from trivium.protocols import DescribedWeights, TensorSpec
 from trivium.types import AnyArray, IntArray, Media
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from trivium.config.choices import DRAFT_STEP_ROWS
+from trivium.planning.choices import DRAFT_STEP_ROWS
 from trivium.types import FloatArray, IntArray
 
 _GRAM = 3

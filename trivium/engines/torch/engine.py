@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trivium.config.choices import MAX_ROWS
 from trivium.engines.reporting import call_on
 from trivium.engines.servable import check_request
 from trivium.engines.torch.batch import SCORED, Batch, Ticket
@@ -28,11 +27,12 @@ from trivium.engines.torch.drafts import Drafts
 from trivium.engines.torch.image_prompts import PromptImages
 from trivium.engines.torch.section import DescribedTorchEngine, resolve_context, resolve_invariance
 from trivium.engines.torch.selfcheck import check_decoder, first_layers, verifies_drafts
-from trivium.errors import DataError, RolloutError, SyncError
+from trivium.foundation.errors import DataError, RolloutError, SyncError
 from trivium.models.cpu import linear
 from trivium.models.cpu.openmp import release_team
 from trivium.models.heads.trained_models import logit_scale
 from trivium.models.precision import precision_of, set_matmul_precision
+from trivium.planning.choices import MAX_ROWS
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
 from trivium.types import Completion, Request, StopReason

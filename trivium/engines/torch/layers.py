@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trivium.config.choices import PACKED_BYTES
 from trivium.engines.torch.attention import attend, attend_last
 from trivium.engines.torch.kv_cache import PromptCache, StepRows
 from trivium.models.cpu.fused import rotated, signed_sines
 from trivium.models.cpu.invariance import invariant_linear
 from trivium.models.cpu.linear import multiplies
 from trivium.models.cpu.worker_threads import size_of
+from trivium.planning.choices import PACKED_BYTES
 
 _SMALLEST_TABLE = 1024
 """Smallest number of positions in the tables of cosines and sines."""

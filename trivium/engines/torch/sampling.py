@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.config.choices import SAMPLED_TOGETHER
 from trivium.models.placement import sent
+from trivium.planning.choices import SAMPLED_TOGETHER
 
 _BLOCK = 128
 """The cumulative sum runs over blocks of this many tokens first, then inside one block."""

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trivium.config.choices import DECODE_ROWS
 from trivium.engines.torch.attention import registered
 from trivium.engines.torch.decoder import Decoder
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.randomness import stream, uniforms
 from trivium.models.backbone.load import set_attention
 from trivium.models.backbone.rounding import explained_by_rounding
-from trivium.randomness import stream, uniforms
+from trivium.planning.choices import DECODE_ROWS
 
 _log = logging.getLogger("trivium")
 _TOLERANCE = 1e-3

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trivium.errors import DataError, RolloutError
+from trivium.foundation.errors import DataError, RolloutError
 from trivium.models.backbone.load import load_lm
 from trivium.models.vision.encoder import Pixels, Vision, pixel_reader, vision_of
 from trivium.models.vision.families import family_in

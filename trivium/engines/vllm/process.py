@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trivium.concurrency import ProcessLife, end_with
 from trivium.engines.section import ENGINE_GPUS
-from trivium.errors import ConfigError, MissingPackage
+from trivium.foundation.concurrency import ProcessLife, end_with
+from trivium.foundation.errors import ConfigError, MissingPackage
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]

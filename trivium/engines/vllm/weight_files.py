@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from trivium.concurrency import ProcessLife
-from trivium.config.memory_estimate import VERSIONS_IN_FILES
-from trivium.errors import ConfigError, SyncError
+from trivium.foundation.concurrency import ProcessLife
+from trivium.foundation.errors import ConfigError, SyncError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import check_base, fingerprint, is_adapter, received_adapter
 from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.models.weights.section import ADAPTER_STEM
 from trivium.models.weights.stream import BUCKET_BYTES, Named, drained, groups
+from trivium.planning.memory_estimate import VERSIONS_IN_FILES
 from trivium.protocols import DescribedWeights
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trivium.registry import lazy_module, lazy_names
+from trivium.foundation.registry import lazy_module, lazy_names
 
 if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this block
     from trivium.frontdoors.lightrft.objects.models.actor import ActorLanguage as ActorLanguage

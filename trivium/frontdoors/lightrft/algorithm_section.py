@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trivium.errors import Problem
-from trivium.registry import CATALOGUE, suggest
+from trivium.foundation.errors import Problem
+from trivium.foundation.registry import CATALOGUE, suggest
 
 ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
     "gae": {"kind": "gae", "whiten": False},

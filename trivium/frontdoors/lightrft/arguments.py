@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from trivium.errors import ConfigError, Problem
+from trivium.foundation.errors import ConfigError, Problem
+from trivium.foundation.registry import suggest
 from trivium.frontdoors.tables import announce, refuse
-from trivium.registry import suggest
 
 REQUIRED: Mapping[str, str] = {
     "num_episodes": "passes over the prompts",

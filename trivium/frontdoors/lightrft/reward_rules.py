@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.rewards.by_source import GraderLimits, grader_of
 from trivium.rewards.functions import Format, last_tag
 from trivium.rewards.graders.mathematics import last_boxed, same_math

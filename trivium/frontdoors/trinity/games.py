@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import Message, Task
 
 _ANSWER = re.compile(r"```(.*?)```", re.DOTALL)

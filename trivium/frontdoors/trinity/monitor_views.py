@@ -11,12 +11,12 @@ from typing import Any
 from pydantic import Field
 
 from trivium.config import Plugin
-from trivium.errors import MissingPackage
+from trivium.foundation.errors import MissingPackage
+from trivium.foundation.metrics import declare_missing
 from trivium.frontdoors.plain_values import plain
 from trivium.frontdoors.trinity.config.config_object import Config as TrinityShaped
 from trivium.frontdoors.trinity.config.registries import MONITOR
 from trivium.frontdoors.trinity.objects.run_parts import run_config_of
-from trivium.metrics import declare_missing
 from trivium.protocols import Monitor
 from trivium.runtime.build import build_monitor
 from trivium.types import Metrics

@@ -19,7 +19,7 @@ from trivium.clients.chat import read_text
 from trivium.clients.http import EndpointClient, EndpointError
 from trivium.config import RewardConfig
 from trivium.config.fields import plugin_path
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.frontdoors.trinity.config.registries import REWARD_FUNCTIONS
 from trivium.rewards.functions import MathVerify
 from trivium.rewards.graders.mathematics import last_boxed, math_boxed, math_dapo

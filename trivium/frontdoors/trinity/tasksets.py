@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from trivium.config.schema import plugin
-from trivium.registry import resolve
+from trivium.foundation.registry import resolve
 from trivium.types import Message, Task
 
 

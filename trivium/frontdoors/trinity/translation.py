@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import merged
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
+from trivium.foundation.registry import suggest
 from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.trinity.config.algorithm_section import algorithm_of
 from trivium.frontdoors.trinity.config.data_section import (
@@ -30,7 +31,6 @@ from trivium.frontdoors.trinity.config.registries import path_of
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
 from trivium.models.late import torch
 from trivium.models.placement import has_gpu
-from trivium.registry import suggest
 from trivium.text import hf_tokenizer
 
 _OWN_MONITOR = "trivium.frontdoors.trinity.monitor_views:MonitorOfTrinity"

@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import Field
 
 from trivium.clients.http import EndpointClient, EndpointConfig
-from trivium.concurrency import Threads
 from trivium.config import RunConfig, WorkflowConfig, build, free
 from trivium.config.schema import plugin
-from trivium.errors import ConfigError, Problem, RolloutError, TriviumError, described
+from trivium.foundation.concurrency import Threads
+from trivium.foundation.errors import ConfigError, Problem, RolloutError, TriviumError, described
 from trivium.frontdoors.trinity.config.registries import REWARD_FUNCTIONS, WORKFLOWS
 from trivium.frontdoors.trinity.config.reward_names import REWARDS
 from trivium.frontdoors.trinity.objects.workflow_api import Task, Workflow

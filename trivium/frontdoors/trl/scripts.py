@@ -11,7 +11,7 @@ from typing import Any
 
 from trivium.config import read_yaml
 from trivium.config.reading import read_bounded
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.trl.trainer_keys import OF_ROWS, TRAINERS
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from math import ceil
 from typing import Any
 
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
+from trivium.foundation.registry import suggest
 from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.trl.trainer_keys import OF_ROWS, SCHEDULES, table
-from trivium.registry import suggest
 
 _ONE_MODEL = "TRL's trainers differ in their keys: name the trainer that the config is for"
 _STD_EPSILON = 1e-4

@@ -11,8 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import MissingPackage
-from trivium.registry import lazy_names
+from trivium.foundation.errors import MissingPackage
+from trivium.foundation.registry import lazy_names
 
 if TYPE_CHECKING:  # `__getattr__` reads the names and their modules from this block
     from trivium.algorithms import AdaptiveKLController as AdaptiveKLController

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from trivium.clients.hub import ModelPath
 from trivium.config import Plugin
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.plain_values import Section
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.data import Data, OrderedRows, rows_of, split_rows

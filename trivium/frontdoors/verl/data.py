@@ -19,11 +19,11 @@ import numpy as np
 from pydantic import PrivateAttr
 
 from trivium.config import Plugin
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
+from trivium.foundation.randomness import permutation
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.objects.datasets.orders import Orders
 from trivium.protocols import Renderer
-from trivium.randomness import permutation
 from trivium.tasks.files import jsonl_rows, parquet_rows
 from trivium.tasks.pictures import common_folder, portable
 from trivium.tasks.rows import RowTasks, task_of_row

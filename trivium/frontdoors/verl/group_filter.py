@@ -8,7 +8,7 @@ from pydantic import Field
 
 from trivium.algorithms.filters import zero_variance
 from trivium.algorithms.metadata import group_filter
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import Group
 
 OF_REWARD = ("reward", "score", "seq_reward", "seq_final_reward")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import PrivateAttr
 
 from trivium.buffers.strategies import DefaultStrategy
-from trivium.concurrency import Threads, run_here
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.concurrency import Threads, run_here
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, living, on_last_tokens, scored_rows
 from trivium.frontdoors.verl.objects.batches.protocol import DataProto

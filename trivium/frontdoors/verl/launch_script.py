@@ -9,7 +9,7 @@ from typing import Any
 
 from trivium.config import read_yaml
 from trivium.config.reading import read_bounded
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.shell import OUTPUT, commands
 from trivium.frontdoors.verl.main_ppo import config_of

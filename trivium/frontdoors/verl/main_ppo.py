@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trivium.config import read_yaml
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.plain_values import container_of, plain, resolved
 from trivium.frontdoors.verl.config.config_table import TABLE

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trivium.algorithms.losses.base import PerToken, PolicyInputs
 from trivium.algorithms.metadata import policy_loss
-from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 
 
 @policy_loss(

@@ -17,14 +17,14 @@ import numpy as np
 from pydantic import Field
 
 from trivium.algorithms import advantage, policy_loss
-from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
-from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
-from trivium.errors import ConfigError, DataError
+from trivium.algorithms.estimators.base import AdvantageInputs, Advantages
+from trivium.algorithms.losses.base import PerToken, PolicyInputs
+from trivium.foundation.errors import ConfigError, DataError
+from trivium.foundation.registry import is_only_here, name_of, resolve
 from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.plain_values import Section
 from trivium.frontdoors.verl.objects import core_algos
 from trivium.models.late import torch
-from trivium.registry import is_only_here, name_of, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trivium.algorithms.shaping import overlong_fraction
-from trivium.concurrency import usable_cores
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.concurrency import usable_cores
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.frontdoors.plain_values import plain, read
 from trivium.frontdoors.reward_calls import OnError, Result, Scorer
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView

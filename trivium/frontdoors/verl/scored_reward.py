@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import Field
 
 from trivium.config import PluginPath, RewardConfig
-from trivium.errors import DataError
-from trivium.registry import resolve
+from trivium.foundation.errors import DataError
+from trivium.foundation.registry import resolve
 
 
 class ScoredReward:

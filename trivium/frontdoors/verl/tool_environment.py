@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from trivium.concurrency import Threads
-from trivium.errors import ConfigError, DataError, text_of
+from trivium.foundation.concurrency import Threads
+from trivium.foundation.errors import ConfigError, DataError, text_of
 from trivium.frontdoors.keywords import accepts
 from trivium.frontdoors.verl.objects.tool_classes import load_functions, load_interactions, load_tools
 from trivium.processes.user_calls import UserCall

@@ -12,7 +12,7 @@ from functools import reduce
 from typing import Any
 
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError, Problem, TriviumError
+from trivium.foundation.errors import ConfigError, Problem, TriviumError
 from trivium.frontdoors.plain_values import plain, resolved
 from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.verl.config.algorithm_section import algorithm_of, distillation_of, names_of

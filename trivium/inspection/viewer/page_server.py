@@ -12,7 +12,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.inspection.viewer.group_list import Query
 from trivium.inspection.viewer.timeline import chrome_trace, lanes
 from trivium.inspection.viewer.watched_run import WatchedRun

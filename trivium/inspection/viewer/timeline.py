@@ -1,5 +1,5 @@
-"""The timeline of a run: the spans that its processes recorded (`trivium.phases`), as lanes, and as a trace for Chrome
-and Perfetto."""
+"""The timeline of a run: the spans that its processes recorded (`trivium.foundation.phases`), as lanes, and as a trace
+for Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trivium.foundation.phases import SPANS
 from trivium.inspection.changing_files import cached_while_unchanged, json_value
-from trivium.phases import SPANS
 
 _PARTS = 1500
 """A span shorter than the shown time divided by this number is merged with its neighbours."""

@@ -10,8 +10,8 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trivium.checkpoint.atomic import atomic_write, refuse_existing
-from trivium.errors import ConfigError, MissingPackage, RunDirError
+from trivium.foundation.atomic import atomic_write, refuse_existing
+from trivium.foundation.errors import ConfigError, MissingPackage, RunDirError
 from trivium.inspection.run import RecordedRun
 from trivium.inspection.viewer.timeline import chrome_trace
 

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 
 from trivium.buffers.media import MediaFiles
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.inspection.charts import CHARTS, Curve, curves, keys_of, marks, matching
 from trivium.inspection.doctor import diagnose
 from trivium.inspection.rollout_values import member_row, rollout_values

@@ -13,12 +13,12 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from trivium.clients.hub import ModelPath, absence
 from trivium.config import Plugin, RunConfig, config_path, plugin_path
-from trivium.config.model_shape import ModelShape
 from trivium.config.schema import NestedError
-from trivium.errors import ConfigError, DataError, Problem, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, Problem, TriviumError
+from trivium.foundation.registry import resolve
 from trivium.models.backbone.shape import read_shape
 from trivium.models.weights.gguf import SUFFIX, converted
-from trivium.registry import resolve
+from trivium.planning.model_shape import ModelShape
 
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"

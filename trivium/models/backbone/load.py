@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.cpu.allocator import keep_freed_memory
 from trivium.models.vision.encoder import decoder_of
 from trivium.models.vision.families import family_in

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from trivium.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, TriviumError
 from trivium.models.backbone.gpu_attention import (
     KERNELS,
     Kernel,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from trivium.config.choices import FOLLOWING_PER_SHARED, MIN_SHARED
+from trivium.planning.choices import FOLLOWING_PER_SHARED, MIN_SHARED
 
 
 def is_gain(length: int, branches: int, below: int) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from trivium.errors import ConfigError, DataError, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, TriviumError
 from trivium.models.backbone.prefixes import Segment
 from trivium.types import Experience, Request
 

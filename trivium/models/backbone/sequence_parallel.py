@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trivium.config.model_shape import ModelShape, VisionShape
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.vision.families import FAMILIES, Family
+from trivium.planning.model_shape import ModelShape, VisionShape
 
 if TYPE_CHECKING:
     from torch import nn

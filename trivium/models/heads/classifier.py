@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.backbone.load import load_backbone, load_sequence_classifier
 from trivium.models.heads.trained_models import ScoreModel, ValueOptions
 from trivium.models.heads.value_head import VALUE_HEAD, folded_head, saved_head

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.heads.vocabulary_part import WHOLE, VocabularyPart
 from trivium.models.placement import sent
 from trivium.types import BoolArray, Experience

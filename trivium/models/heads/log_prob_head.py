@@ -16,11 +16,11 @@ from typing import Protocol, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from trivium.config.choices import logits_rows
 from trivium.models.cpu.linear import AutogradContext
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.vocabulary_part import WHOLE, VocabularyPart
 from trivium.models.precision import Parts, parts_of, product, product_of
+from trivium.planning.choices import logits_rows
 
 
 def log_prob_and_entropy(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.backbone.load import max_positions
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.prefixes import Prefixes

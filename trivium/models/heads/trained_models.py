@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack, cast
 import torch
 from torch import nn
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.models.backbone.float64 import differentiate_in_float64
 from trivium.models.backbone.load import load_backbone, load_lm
 from trivium.models.backbone.packed import Backbone, Pack, probe_pack

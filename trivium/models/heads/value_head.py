@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
+from trivium.foundation.randomness import stream
 from trivium.models.weights.saved_tensors import SavedTensors, layer_of, open_tensors, weight_files
-from trivium.randomness import stream
 
 VALUE_HEAD = "value_head"
 """The name of a value model's head in its state dict, and of its file beside those of the backbone."""

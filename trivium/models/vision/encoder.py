@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.placement import sent
 from trivium.models.vision.families import FAMILIES, Family
 from trivium.models.vision.images import Images, images_of, join_pixels

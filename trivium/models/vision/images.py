@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.models.vision.processor import hf_processor
 from trivium.types import IntArray, Media
 

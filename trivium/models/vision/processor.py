@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.clients.hub import source_of
-from trivium.errors import DataError, MissingPackage, TriviumError
+from trivium.foundation.errors import DataError, MissingPackage, TriviumError
 
 _TEXT_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "phi3")
 """Model types without a processor."""

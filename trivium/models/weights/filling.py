@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 from torch import nn
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.weights.saved_tensors import Entry, SavedTensors, open_tensors, weight_files
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trivium.board import locked
-from trivium.checkpoint.atomic import MANIFEST, commit, make_directories, staging_directory, writing
-from trivium.errors import DataError, MissingPackage
+from trivium.foundation.atomic import MANIFEST, commit, make_directories, staging_directory, writing
+from trivium.foundation.board import locked
+from trivium.foundation.errors import DataError, MissingPackage
 
 _log = logging.getLogger("trivium")
 

@@ -23,13 +23,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trivium.errors import MissingPackage, SyncError, TriviumError
+from trivium.foundation.errors import MissingPackage, SyncError, TriviumError
+from trivium.foundation.randomness import stream
 from trivium.models.vision.encoder import vision_of
 from trivium.models.weights.filling import CopyRows, allocated, base_name, local_part, read_part, rows_of
 from trivium.models.weights.quantized import QuantizedLinear, original
 from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.models.weights.section import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, unusable_adapter
-from trivium.randomness import stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

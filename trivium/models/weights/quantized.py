@@ -17,10 +17,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from trivium.config.model_shape import FEW_BITS
-from trivium.errors import MissingPackage, TriviumError
+from trivium.foundation.errors import MissingPackage, TriviumError
 from trivium.models.vision.encoder import decoder_of
 from trivium.models.weights.section import EXTRA, LIBRARY
+from trivium.planning.model_shape import FEW_BITS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.weights.stream import raw
 
 _TYPES = {

@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field
 
 from trivium.clients.hub import ModelPath, absence
 from trivium.config import Config
-from trivium.config.model_shape import FEW_BITS
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
+from trivium.planning.model_shape import FEW_BITS
 
 ADAPTER_STEM = "adapter_model"
 """The name of peft's file of tensors, without the suffix."""

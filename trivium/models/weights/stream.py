@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from trivium.errors import SyncError
+from trivium.foundation.errors import SyncError
 from trivium.models.late import torch
 from trivium.protocols import TensorSpec, Weights
 

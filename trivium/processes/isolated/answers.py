@@ -23,11 +23,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from trivium.concurrency import ProcessLife, end_with, outcome_of
 from trivium.config import RewardConfig, build, plugin
-from trivium.errors import text_of, user_place
+from trivium.foundation.concurrency import ProcessLife, end_with, outcome_of
+from trivium.foundation.errors import text_of, user_place
+from trivium.foundation.registry import resolve
 from trivium.processes.isolated.child import frame, read_frame
-from trivium.registry import resolve
 
 
 class Form(NamedTuple):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, NoReturn
 
-from trivium.config.machine import ended_copy
+from trivium.planning.machine import ended_copy
 
 _HEADER = 8
 _POLL_S = 0.005

@@ -15,9 +15,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from trivium.concurrency import ProcessLife, Threads
 from trivium.config import RewardConfig
-from trivium.errors import MissingPackage, RewardError, text_of
+from trivium.foundation.concurrency import ProcessLife, Threads
+from trivium.foundation.errors import MissingPackage, RewardError, text_of
 from trivium.processes.isolated.answers import JSON, PICKLE, CallLimits, Form, serve_in_fork
 from trivium.processes.isolated.child import Child, fork, spawn
 
@@ -172,8 +172,8 @@ def isolated_reward(config: RewardConfig, deadline_s: float) -> InProcesses:
 
 
 def isolated_function(kind: str, path: str, label: str, limit: int, deadline_s: float) -> InProcesses:
-    """The function that `path` names (see `trivium.registry.resolve`) in up to `limit` spawned processes; its arguments
-    and its result are JSON values. The kernel ends a call after `deadline_s`."""
+    """The function that `path` names (see `trivium.foundation.registry.resolve`) in up to `limit` spawned
+    processes; its arguments and its result are JSON values. The kernel ends a call after `deadline_s`."""
     return InProcesses(_spawned(label, {"kind": kind, "path": path}, CallLimits(wall_s=deadline_s)), limit)
 
 

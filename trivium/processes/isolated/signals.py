@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from trivium.errors import user_place
+from trivium.foundation.errors import user_place
 
 _NAMES = ("signal", "alarm", "setitimer", "set_wakeup_fd")
 """The functions of `signal` that only the main thread may call."""

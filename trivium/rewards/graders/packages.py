@@ -7,7 +7,7 @@ import json
 import logging
 from typing import Any
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 
 
 def math_verify(completion: str, answer: str) -> float:

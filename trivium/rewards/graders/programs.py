@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.rewards.sandbox import Check, Ran, Sandbox, long_integers
 
 MAX_TESTS = 10

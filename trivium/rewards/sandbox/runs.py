@@ -25,7 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from trivium.errors import ConfigError, RewardError
+from trivium.foundation.errors import ConfigError, RewardError
 from trivium.processes.isolated.child import Child, spawn
 from trivium.rewards.sandbox.seccomp import confinement, known
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
 
-from trivium.errors import DataError
-from trivium.registry import CATALOGUE, resolve
+from trivium.foundation.errors import DataError
+from trivium.foundation.registry import CATALOGUE, resolve
 from trivium.text.tool_formats.base import Calls, Schemas, ToolCall, ToolFormat
 from trivium.text.tool_formats.json_calls import COHERE, DEEPSEEK, GPT_OSS, HERMES, LLAMA3, MISTRAL, Hermes
 from trivium.text.tool_formats.literal_calls import GEMMA, LFM

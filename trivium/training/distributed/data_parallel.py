@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from trivium.foundation.phases import TRAINER_LANE, Phase, span
 from trivium.models.heads.loss import LossDenominators
-from trivium.phases import TRAINER_LANE, Phase, span
 from trivium.protocols import Algorithm, Objective, TrainEngine, WeightOffer
 from trivium.training.balance import partition, workload
 from trivium.training.batching import count, joined_shares, prefixes_of, units

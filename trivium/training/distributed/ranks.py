@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from trivium.config.parallel import mesh_problems
-from trivium.errors import ConfigError, RoleFailed
+from trivium.foundation.errors import ConfigError, RoleFailed
 from trivium.models.backbone.sequence_parallel import SequenceGroup
+from trivium.planning.parallel import mesh_problems
 from trivium.processes.sockets import own_interface
 from trivium.training.launched import launched_ranks, local_rank, ranks_here, this_rank
 

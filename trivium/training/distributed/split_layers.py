@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trivium.config.parallel import ParallelConfig, shape_problems
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.models.backbone.shape import shape_of
 from trivium.models.heads.trained_models import FilledModel
+from trivium.planning.parallel import ParallelConfig, shape_problems
 from trivium.training.distributed.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trivium.concurrency import ProcessLife
-from trivium.errors import RoleFailed
+from trivium.foundation.concurrency import ProcessLife
+from trivium.foundation.errors import RoleFailed
 from trivium.processes.answers import Answer
 from trivium.processes.link import CLOSE, Link
 from trivium.processes.sockets import Listening, connect, own_address

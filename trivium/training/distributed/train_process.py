@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from trivium.concurrency import HeartbeatTracker, ProcessLife
-from trivium.errors import ProcessDied, RoleFailed
+from trivium.foundation.concurrency import HeartbeatTracker, ProcessLife
+from trivium.foundation.errors import ProcessDied, RoleFailed
 from trivium.models.weights.stream import Described, Named, groups
 from trivium.processes.answers import Answer, Failures
 from trivium.processes.link import Disconnected, Link

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trivium.checkpoint.atomic import commit, discard_incomplete, folder_name, staging_directory
 from trivium.checkpoint.store import CHECKPOINT, CheckpointStore
-from trivium.errors import DataError, RunDirError
+from trivium.foundation.atomic import commit, discard_incomplete, folder_name, staging_directory
+from trivium.foundation.errors import DataError, RunDirError
 from trivium.models.heads.trained_models import LanguageModel, ValueModel
 from trivium.models.weights.filling import local_part, read_part
 from trivium.models.weights.lora import adapter_parameters, has_adapter

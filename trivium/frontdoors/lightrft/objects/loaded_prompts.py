@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.vision.images import Images
 from trivium.policy import PromptTooLong
 from trivium.tasks.pictures import read_image

@@ -14,12 +14,12 @@ from trivium.algorithms import GroupAlgorithm, PolicyObjective, ValueObjective
 from trivium.algorithms.aggregation import Counts, token_mean
 from trivium.algorithms.batches import padded, ragged
 from trivium.algorithms.kl import FixedKLController
+from trivium.algorithms.losses.base import PolicyInputs
 from trivium.algorithms.metadata import TokenWeightMetadata, metadata_of
 from trivium.algorithms.objective import Term, TokenWeight
-from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.algorithms.sections.policy_gradient import PolicyGradientConfig, policy_gradient
 from trivium.algorithms.token_weights import top_entropy
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft.algorithm_section import conflicts, section_of
 from trivium.frontdoors.lightrft.arguments import option
 from trivium.frontdoors.tables import refuse

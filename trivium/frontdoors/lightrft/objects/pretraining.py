@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.frontdoors.lightrft.objects.models.placing import media_of_rows, pieces_of
 from trivium.frontdoors.lightrft.objects.prompt_order import in_order
 from trivium.models.vision.encoder import Vision

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.randomness import stream
 from trivium.frontdoors.lightrft.arguments import option
-from trivium.randomness import stream
 from trivium.training.distributed.ranks import Ranks
 from trivium.types import Group
 

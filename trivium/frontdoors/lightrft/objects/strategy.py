@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft.objects.checkpoints import network_of, save_model
 from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, check_values, option, sorted_arguments
 from trivium.frontdoors.lightrft.objects.checkpoints import load, save
 from trivium.frontdoors.lightrft.objects.experience_maker import ExperienceMaker

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from trivium.errors import RunDirError
+from trivium.foundation.errors import RunDirError
 from trivium.frontdoors.lightrft.objects.checkpoints import plain_json, read_into, trained_tensors
 from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.frontdoors.lightrft.objects.models.experience import COLUMNS, ExperienceVL
 from trivium.frontdoors.lightrft.objects.ppo_objective import ADVANTAGE_BOUND, with_mask
 from trivium.training.distributed.ranks import Ranks

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from trivium.errors import ConfigError, RewardError, TriviumError, described, text_of
+from trivium.foundation.errors import ConfigError, RewardError, TriviumError, described, text_of
+from trivium.foundation.registry import resolve
 from trivium.frontdoors.lightrft.reward_rules import RULES, Rule
 from trivium.frontdoors.lightrft.rewards.reward_sources import Sample, numbers_in, sources_of
 from trivium.frontdoors.reward_calls import Scorer
 from trivium.policy import finite_number
-from trivium.registry import resolve
 from trivium.types import AnyArray
 
 __all__ = ["RewardScorer", "Sample", "Scored"]

@@ -15,14 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trivium.clients.http import EndpointError
-from trivium.concurrency import run_here
-from trivium.errors import ConfigError, DataError, RewardError, described, text_of
+from trivium.foundation.concurrency import run_here
+from trivium.foundation.errors import ConfigError, DataError, RewardError, described, text_of
+from trivium.foundation.registry import resolve
 from trivium.models.heads.classifier import load_score_model
 from trivium.models.heads.scoring import Conversation, SequenceScorer
 from trivium.models.heads.trained_models import ScoreModel
 from trivium.models.placement import device_of
 from trivium.models.vision.images import decoded
-from trivium.registry import resolve
 from trivium.rewards.remote import RemoteReward
 from trivium.rewards.remote_forms import RemoteSample, RemoteScore
 from trivium.text import hf_tokenizer

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trivium.foundation.registry import suggest
 from trivium.frontdoors.trinity.config.named_workflows import judged_in_training
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
-from trivium.registry import suggest
 
 _NONE = "none"
 _TEXTS = "buffer.trainer_input.experience_buffer"

@@ -10,12 +10,12 @@ from typing import Any
 
 from trivium.config import build
 from trivium.config.schema import plugin
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
+from trivium.foundation.registry import resolve, suggest
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.trinity.config.named_workflows import INPUT, Judged, judged, judged_in_training
 from trivium.frontdoors.trinity.config.registries import path_of
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig, mixes
-from trivium.registry import resolve, suggest
 
 _BUFFER = "buffer.trainer_input.experience_buffer"
 _DATABASES = ("sqlite", "postgresql", "mysql")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
+from trivium.foundation.registry import resolve, suggest
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS, path_of
 from trivium.frontdoors.trinity.config.reward_names import HERE, REWARDS, reward
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
-from trivium.registry import resolve, suggest
 
 INPUT = "buffer.explorer_input"
 _ADAPTER = "trivium.frontdoors.trinity.workflow_adapter:WorkflowOfTrinity"

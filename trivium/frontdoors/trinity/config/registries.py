@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trivium.errors import ConfigError, UnknownName
-from trivium.registry import resolve, suggest
+from trivium.foundation.errors import ConfigError, UnknownName
+from trivium.foundation.registry import resolve, suggest
 
 T = TypeVar("T")
 PLUGIN_DIRS = "TRINITY_PLUGIN_DIRS"

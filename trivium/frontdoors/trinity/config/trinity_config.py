@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import merged, read_yaml
-from trivium.errors import Problem, TriviumError
+from trivium.foundation.errors import Problem, TriviumError
 from trivium.frontdoors.plain_values import plain, resolved
 from trivium.frontdoors.tables import Settings, Table
 from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trivium import trainer as core
 from trivium.checkpoint.background import BackgroundSaver
-from trivium.errors import ConfigError, RunDirError, TriviumError
+from trivium.foundation.errors import ConfigError, RunDirError, TriviumError
 from trivium.frontdoors.trinity.objects.experiences import Experience, Experiences
 from trivium.frontdoors.trinity.objects.run_parts import RunParts
 from trivium.frontdoors.trinity.objects.train_engine import EngineCalls, TrainEngineWrapper, step_result, takes_list

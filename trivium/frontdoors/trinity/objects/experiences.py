@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trivium import types
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.types import AnyArray, Batch
 
 _OF_ALGORITHM = ("advantages", "returns")

@@ -14,14 +14,14 @@ from trivium.algorithms import GroupAlgorithm
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build, config_from_mapping
 from trivium.config.fields import plugin_path
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.registry import resolve
 from trivium.frontdoors.tables import announce
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
 from trivium.frontdoors.trinity.objects.boards.synchronizer import Synchronizer
 from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.translation import translate
 from trivium.protocols import TrainEngine, WeightChannel
-from trivium.registry import resolve
 from trivium.runtime.build import algorithm_of, build_channel, claim_name, open_store, run_name
 from trivium.runtime.run_dir import as_saved, open_run_dir
 from trivium.runtime.stage import Stage, StageSpec

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trivium.config import RunConfig
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
 from trivium.frontdoors.trinity.config.config_object import Config
 from trivium.frontdoors.trinity.config.registries import SAMPLE_STRATEGY
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig

@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from trivium.errors import TriviumError
+from trivium.foundation.errors import TriviumError
+from trivium.foundation.metrics import declare_missing
 from trivium.frontdoors.trinity.objects.experiences import Experiences
 from trivium.frontdoors.trinity.objects.started_calls import Call
-from trivium.metrics import declare_missing
 from trivium.types import Metrics
 
 

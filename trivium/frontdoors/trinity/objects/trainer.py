@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from trivium.concurrency import run_here
 from trivium.config import RunConfig
-from trivium.errors import ConfigError, first_cause
 from trivium.explorer import Explorer
+from trivium.foundation.concurrency import run_here
+from trivium.foundation.errors import ConfigError, first_cause
 from trivium.frontdoors.trinity.config.config_object import Config
 from trivium.frontdoors.trinity.monitor_views import MonitorView, prefix_metrics
 from trivium.frontdoors.trinity.objects.core_trainer import CoreTrainer, WrappedEngine

@@ -15,15 +15,15 @@ from typing import Any
 from trivium.buffers.slots import SlotsState
 from trivium.checkpoint.background import save_failed
 from trivium.checkpoint.store import export
-from trivium.config.memory_estimate import kept_versions
-from trivium.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, TriviumError
+from trivium.foundation.registry import resolve
 from trivium.frontdoors.trinity.objects.experiences import Experience, Experiences, batch_of
 from trivium.frontdoors.trinity.objects.run_parts import RunParts, engine_kind, parts_in, run_config_of
 from trivium.frontdoors.trinity.objects.started_calls import Call, Stepped
 from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
 from trivium.loops import train_step
+from trivium.planning.memory_estimate import kept_versions
 from trivium.protocols import TrainEngine, WeightChannel
-from trivium.registry import resolve
 from trivium.runtime.build import build_schedule
 from trivium.runtime.run_dir import as_saved, open_run_dir
 from trivium.training.engine import TorchTrainEngine

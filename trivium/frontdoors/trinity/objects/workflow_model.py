@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trivium.errors import RolloutError
+from trivium.foundation.errors import RolloutError
 from trivium.policy import Policy
 from trivium.types import Message, StopReason, Turn
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trivium.errors import ConfigError, Problem
+from trivium.foundation.errors import ConfigError, Problem
+from trivium.foundation.registry import CATALOGUE, suggest
 from trivium.frontdoors.tables import Mapped, Settings
 from trivium.frontdoors.verl import registered
 from trivium.frontdoors.verl.config.config_table import TABLE
@@ -13,7 +14,6 @@ from trivium.frontdoors.verl.config.conflicts import ACTOR, ROLLOUT
 from trivium.frontdoors.verl.config.correction_bounds import rejection, veto, weight_bounds
 from trivium.frontdoors.verl.objects.core_algos import LOSSES, kind_of
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
-from trivium.registry import CATALOGUE, suggest
 
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """Estimators that verl has under two names."""

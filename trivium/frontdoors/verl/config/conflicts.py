@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trivium.config.reading import read_bounded
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
 from trivium.frontdoors.tables import Settings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trivium.errors import Problem, TriviumError
+from trivium.foundation.errors import Problem, TriviumError
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.config.conflicts import ROLLOUT
 from trivium.frontdoors.verl.config.keys_of_conversations import FORMATS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 
 _LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 """Rejection in verl 0.6 and 0.7, by the bounds of a ratio -> its name since."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trivium.errors import Problem
+from trivium.foundation.errors import Problem
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.config.keys_of_models import dtype_of
 from trivium.frontdoors.verl.config.keys_of_rewards import REWARD_MODEL_TYPES

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from trivium.buffers.step_log import STEPS
-from trivium.checkpoint.atomic import MANIFEST, atomic_write
 from trivium.checkpoint.store import CheckpointStore
-from trivium.errors import RunDirError
+from trivium.foundation.atomic import MANIFEST, atomic_write
+from trivium.foundation.errors import RunDirError
 from trivium.runtime.run_dir import ADOPTED
 
 _HISTORY = ("metrics.jsonl", STEPS, "tables", "rollouts", "order")

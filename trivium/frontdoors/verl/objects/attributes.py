@@ -8,7 +8,7 @@ from typing import Any, cast
 from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import KlController
 from trivium.config import RunConfig
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.verl.objects.overridable import OverridableTrainer
 from trivium.frontdoors.verl.objects.resource_pools import Role
 from trivium.frontdoors.verl.objects.roles import ACTORS

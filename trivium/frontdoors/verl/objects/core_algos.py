@@ -23,16 +23,16 @@ from trivium.algorithms import compute_policy_loss as compute_policy_loss
 from trivium.algorithms import compute_value_loss as compute_value_loss
 from trivium.algorithms import get_kl_controller as get_kl_controller
 from trivium.algorithms import kl_penalty as kl_penalty
-from trivium.algorithms.advantages.base import AdvantageInputs
 from trivium.algorithms.batches import numbered
+from trivium.algorithms.estimators.base import AdvantageInputs
+from trivium.algorithms.losses.base import policy_inputs
 from trivium.algorithms.metadata import PolicyLossMetadata, bind_options, metadata_of
-from trivium.algorithms.policy_losses.base import policy_inputs
 from trivium.config import plugin
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.registry import name_of, resolve, suggest
 from trivium.frontdoors.plain_values import read
 from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.models.late import torch
-from trivium.registry import name_of, resolve, suggest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
+from trivium.foundation.registry import resolve
 from trivium.frontdoors.verl.rewards.reward_loading import address
-from trivium.registry import resolve
 
 is_cuda_available = torch.cuda.is_available()
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
+from trivium.foundation.metrics import declare_missing
 from trivium.frontdoors.verl.objects.validation import Validator
-from trivium.metrics import declare_missing
 from trivium.protocols import Monitor, Renderer
 from trivium.runtime.stage import Stage
 from trivium.trainer import Trainer

@@ -8,8 +8,8 @@ from enum import Enum
 import ray
 
 from trivium.cluster.pools import ResourcePool, reserve_all
-from trivium.errors import ConfigError, TriviumError, UnknownName
-from trivium.registry import suggest
+from trivium.foundation.errors import ConfigError, TriviumError, UnknownName
+from trivium.foundation.registry import suggest
 
 
 class Role(Enum):

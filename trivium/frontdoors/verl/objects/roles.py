@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager, Role
 from trivium.frontdoors.verl.objects.workers.model_workers import WorkerConfig
 from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup, RoleWorker

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trivium.config import RunConfig, config_from_mapping
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.plain_values import read
 from trivium.frontdoors.tables import announce, refuse
 from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, rows_of, split_rows

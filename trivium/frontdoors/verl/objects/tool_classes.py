@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from trivium.config import read_yaml
-from trivium.errors import ConfigError
-from trivium.registry import resolve
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.registry import resolve
 from trivium.workflows.function_schemas import described_function
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import KlController
-from trivium.board import MemoryBoard
-from trivium.checkpoint.atomic import atomic_write, made_directory
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.cluster.session import connect
-from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
 from trivium.config.resume import fingerprint
-from trivium.errors import ConfigError, TriviumError, first_cause
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
+from trivium.foundation.atomic import atomic_write, made_directory
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.concurrency import usable_cores
+from trivium.foundation.errors import ConfigError, TriviumError, first_cause
+from trivium.foundation.randomness import permutation
 from trivium.frontdoors.verl.config.sourced_sections import reward_model_dtype
 from trivium.frontdoors.verl.data import RowDataset
 from trivium.frontdoors.verl.group_rewards import Hooks
@@ -55,7 +56,6 @@ from trivium.frontdoors.verl.translation import settings_of
 from trivium.loops import Parts
 from trivium.loops import run as run_parts
 from trivium.protocols import Algorithm, Monitor, TrainEngine, WeightChannel
-from trivium.randomness import permutation
 from trivium.runtime.build import (
     Endpoints,
     algorithm_of,

@@ -10,9 +10,9 @@ from math import comb
 from typing import Any
 
 from trivium.evaluate import Evaluator, maj_at_k
+from trivium.foundation.metrics import declare
 from trivium.frontdoors.verl.group_rewards import GroupRewards, number_of
 from trivium.frontdoors.verl.objects.batches.batch_view import living
-from trivium.metrics import declare
 from trivium.types import Group, Metrics, Trajectory
 
 declare(

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trivium.concurrency import gather_or_cancel
-from trivium.errors import ConfigError, RewardError
+from trivium.foundation.concurrency import gather_or_cancel
+from trivium.foundation.errors import ConfigError, RewardError
+from trivium.foundation.registry import add_names, resolve
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, on_last_tokens
-from trivium.registry import add_names, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor

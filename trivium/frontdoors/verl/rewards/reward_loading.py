@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import ConfigError, RewardError, TriviumError
+from trivium.foundation.errors import ConfigError, RewardError, TriviumError
+from trivium.foundation.registry import resolve
 from trivium.frontdoors.keywords import accepted, accepts
 from trivium.frontdoors.plain_values import Section, plain, resolved
 from trivium.frontdoors.tables import Settings, refuse
@@ -16,7 +17,6 @@ from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, Scored
 from trivium.frontdoors.verl.rewards.reward_bases import each_single, get_reward_manager_cls
 from trivium.frontdoors.verl.rewards.scorer import default_compute_score
 from trivium.models.late import torch
-from trivium.registry import resolve
 from trivium.types import Group
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.rewards import by_source
 
 PROGRAMS_RUN_HERE = "programs run in a sandbox on this machine (docs/extend-rewards.md)"

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trivium.concurrency import gather_or_cancel, run_here
-from trivium.errors import ConfigError
+from trivium.foundation.concurrency import gather_or_cancel, run_here
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.randomness import SampleKey
 from trivium.frontdoors.lightrft.objects.models.generation import Arguments, stops_of
 from trivium.frontdoors.lightrft.objects.models.opening import Opened, Options, refuse_videos, sharing
 from trivium.frontdoors.lightrft.objects.models.placing import pieces_of
 from trivium.frontdoors.lightrft.objects.models.rollout_engine import ActorEngine
 from trivium.models.heads.trained_models import LanguageModel
-from trivium.randomness import SampleKey
 from trivium.training.snapshot import full_weights
 from trivium.types import Completion, Prompt, Request
 

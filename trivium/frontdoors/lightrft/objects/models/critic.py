@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft.objects.models.opening import Opened, Options, refuse_videos, sharing
 from trivium.models.heads.trained_models import ValueModel, tensor_names
 from trivium.models.heads.value_head import saved_head

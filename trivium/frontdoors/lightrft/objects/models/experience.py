@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trivium import types
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.frontdoors.lightrft.objects.models.placing import media_of_rows, pieces_of, stacked_tiles
 from trivium.models.vision.encoder import PIXELS, Vision, pixel_reader
 from trivium.models.vision.images import Images, decoded, join_pixels

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft.objects.models.placing import media_of_rows
 from trivium.models.vision.encoder import Pixels, Vision
 from trivium.types import Prompt, Sampling

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trivium.clients.hub import ModelPath
-from trivium.errors import ConfigError, DataError
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.objects.models.per_action import per_action
 from trivium.frontdoors.tables import announce
 from trivium.models.backbone.huggingface import missing_model_error

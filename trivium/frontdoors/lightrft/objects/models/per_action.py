@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
 from trivium.models.backbone.load import max_positions
 from trivium.models.heads.trained_models import LanguageModel, ValueModel

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.vision.encoder import Pixels, Vision, pixel_media
 from trivium.types import IntArray, Media
 

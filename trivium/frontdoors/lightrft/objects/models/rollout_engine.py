@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors.torch import save_file
 
-from trivium.concurrency import run_here
 from trivium.config.sections import SamplingConfig
 from trivium.engines.torch.engine import TorchEngine
-from trivium.errors import ConfigError
 from trivium.explorer import Explorer, check_failures
+from trivium.foundation.concurrency import run_here
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.randomness import SampleKey
 from trivium.frontdoors.lightrft.arguments import MAX_NEW_TOKENS
 from trivium.frontdoors.lightrft.objects.loaded_prompts import PromptBatch, PromptRenderer, task_of
 from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.placement import narrowed
 from trivium.models.vision.images import Images, images_of
-from trivium.randomness import SampleKey
 from trivium.training.snapshot import TensorFile
 from trivium.types import Group, Sampling, Task, Trajectory
 from trivium.workflows.single_turn import SingleTurn

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trivium.board import FileTable, SharedBoard
-from trivium.checkpoint.atomic import writing
-from trivium.errors import RunDirError
+from trivium.foundation.atomic import writing
+from trivium.foundation.board import FileTable, SharedBoard
+from trivium.foundation.errors import RunDirError
 from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, ray_session
 
 T = TypeVar("T")

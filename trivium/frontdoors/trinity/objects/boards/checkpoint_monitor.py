@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, SupportsIndex, TypeVar
 
-from trivium.board import Board, MemoryBoard, Values, locked
 from trivium.checkpoint import store
-from trivium.checkpoint.atomic import atomic_write, complete_steps, folder_name
 from trivium.checkpoint.remote import RemoteDirectory
-from trivium.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
-from trivium.errors import ConfigError, DataError, RunDirError, SyncError, UnknownName, described
+from trivium.foundation.atomic import atomic_write, complete_steps, folder_name
+from trivium.foundation.board import Board, MemoryBoard, Values, locked
+from trivium.foundation.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
+from trivium.foundation.errors import ConfigError, DataError, RunDirError, SyncError, UnknownName, described
+from trivium.foundation.registry import suggest
 from trivium.frontdoors.trinity.objects.boards.actors import made_once
 from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, actor_like
 from trivium.frontdoors.trinity.objects.boards.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
-from trivium.registry import suggest
 from trivium.types import SaveStrategy
 
 T = TypeVar("T")

@@ -18,12 +18,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from trivium.board import SharedBoard
 from trivium.cluster.actors import ActorDied, Host, Proxy, death_cause, start_host
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel
-from trivium.concurrency import Heartbeat, ProcessLife, ProgressDeadline
-from trivium.errors import RoleFailed
+from trivium.foundation.board import SharedBoard
+from trivium.foundation.concurrency import Heartbeat, ProcessLife, ProgressDeadline
+from trivium.foundation.errors import RoleFailed
 from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, ray_session
 from trivium.processes.answers import Answer
 from trivium.protocols import Weights

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
-from trivium.board import Board, Values
-from trivium.concurrency import ProcessLife
-from trivium.errors import SyncError, UnknownName
+from trivium.foundation.board import Board, Values
+from trivium.foundation.concurrency import ProcessLife
+from trivium.foundation.errors import SyncError, UnknownName
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from trivium.board import Values
-from trivium.concurrency import ProcessLife
+from trivium.foundation.board import Values
+from trivium.foundation.concurrency import ProcessLife
 
 CHECKPOINT, STATE_DICT = "checkpoint", "state_dict"
 """The two kinds of saves: the complete training state, and the policy alone."""

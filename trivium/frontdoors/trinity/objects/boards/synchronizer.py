@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, cast
 from safetensors.torch import load_file
 
 from trivium import synchronizer as core
-from trivium.board import MemoryBoard, Values
 from trivium.cluster.session import connect
-from trivium.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
 from trivium.config import RunConfig, config_from_mapping
-from trivium.config.memory_estimate import kept_versions
 from trivium.config.resume import fingerprint
-from trivium.errors import ConfigError, SyncError
+from trivium.foundation.board import MemoryBoard, Values
+from trivium.foundation.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
+from trivium.foundation.errors import ConfigError, SyncError
+from trivium.foundation.run_role import live_explorers
 from trivium.frontdoors.trinity.objects.boards.actors import forget, made_once
 from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, actor_like
 from trivium.frontdoors.trinity.translation import translate
+from trivium.planning.memory_estimate import kept_versions
 from trivium.protocols import WeightChannel
-from trivium.run_role import live_explorers
 from trivium.runtime.build import build_synchronizer, open_board, shares_buffer
 from trivium.types import TRAINER, RunningStatus, SyncStyle
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.frontdoors.verl.objects.batches.protocol import DataProto, objects
 from trivium.models.late import torch
 from trivium.policy import finite_number

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, Union, cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from trivium.errors import DataError
+from trivium.foundation.errors import DataError
 from trivium.models.late import torch
 
 if TYPE_CHECKING:

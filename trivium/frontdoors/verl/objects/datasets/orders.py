@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from trivium.checkpoint.atomic import atomic_write
-from trivium.errors import DataError
+from trivium.foundation.atomic import atomic_write
+from trivium.foundation.errors import DataError
+from trivium.foundation.randomness import permutation
 from trivium.models.late import torch
-from trivium.randomness import permutation
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.tables import Settings
 from trivium.models.backbone.huggingface import with_variables
 from trivium.policy import PromptTooLong

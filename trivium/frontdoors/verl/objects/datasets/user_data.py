@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from os.path import expanduser
 from typing import Any
 
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
+from trivium.foundation.registry import resolve
 from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.data import Data
 from trivium.frontdoors.verl.objects.datasets.samplers import AbstractSampler
 from trivium.frontdoors.verl.rewards.reward_loading import address
-from trivium.registry import resolve
 
 
 @dataclass(frozen=True)

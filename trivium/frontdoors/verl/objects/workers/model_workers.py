@@ -16,17 +16,18 @@ import numpy as np
 import torch
 
 from trivium.cluster.weights import Stored, store
-from trivium.config.choices import MICRO_BATCH_TOKENS
-from trivium.config.memory_estimate import gpus_of
 from trivium.engines.pool import EnginePool, Replica
-from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
+from trivium.foundation.errors import ConfigError, RolloutError, TriviumError, VersionGone
+from trivium.foundation.metrics import declare_missing
+from trivium.foundation.phases import Phase
+from trivium.foundation.registry import give
 from trivium.frontdoors.verl.objects.workers.worker import Worker, takes_gpus_of_ranks
 from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup
-from trivium.metrics import declare_missing
 from trivium.models.heads.classifier import load_score_model
 from trivium.models.heads.loss import LossDenominators
 from trivium.models.placement import dtype_of
-from trivium.phases import Phase
+from trivium.planning.choices import MICRO_BATCH_TOKENS
+from trivium.planning.memory_estimate import gpus_of
 from trivium.protocols import (
     Algorithm,
     Objective,
@@ -37,7 +38,6 @@ from trivium.protocols import (
     Weights,
     offer_on,
 )
-from trivium.registry import give
 from trivium.runtime.build import algorithm_of, build_engine
 from trivium.runtime.stage import StageSpec
 from trivium.runtime.train_engines import build_rank_engine, shares_prefixes, train_device

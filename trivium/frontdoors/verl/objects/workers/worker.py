@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from trivium.engines.section import ENGINE_GPUS
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.training.launched import launched_ranks, this_rank
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from trivium.cluster.actor_group import ActorGroup, put_inputs
 from trivium.cluster.actors import Call
 from trivium.cluster.pools import ResourcePool
-from trivium.errors import ConfigError
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.verl.objects.workers.worker import Worker
 
 

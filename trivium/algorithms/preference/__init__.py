@@ -1,0 +1,1 @@
+"""Preference learning: the losses, and their objectives."""

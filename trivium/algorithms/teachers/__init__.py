@@ -1,0 +1,1 @@
+"""What a teacher of a policy reads."""

@@ -1,0 +1,1 @@
+"""What stands on nothing else: errors, names, numbers, time, randomness, roles."""

@@ -1,0 +1,1 @@
+"""What follows from a config: threads, ranks, sizes and memory."""
