@@ -108,10 +108,14 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 def pytest_collection_finish() -> None:
     """torch's 50 loggers pass on what they are given, where pytest would give each of them its handlers and take them
-    back six times a test."""
+    back six times a test. Models in float64 compute in float64."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch.") and isinstance(logger, logging.Logger):
             logger.propagate = True
+    if "torch" in sys.modules:
+        from tests import float64
+
+        float64.install()
 
 
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {

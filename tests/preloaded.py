@@ -36,10 +36,12 @@ import trivium.sync.memory
 import trivium.text.tiny
 import trivium.training.distributed.torchrun
 import trivium.training.engine
+from tests import float64
 from trivium.config import load_config
 from trivium.foundation.concurrency import usable_cores
 from trivium.training.flops import measured_peak
 
+float64.install()
 get_checkpoint_conversion_mapping("qwen3")
 load_config(Path(__file__).parent / "e2e" / "tiny.yaml")
 for threads in {1, usable_cores()}:

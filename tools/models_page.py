@@ -90,7 +90,8 @@ cannot be sampled.
   `trivium check` plans them as `engine states`; `engine.max_rows` bounds them.
 - In float64, a sequence alone, in a pack, with a shared prefix and in the engine has log-probabilities that agree
   within 1e-9, those of Mamba 2 and Nemotron-H in the engine within 1e-6, because transformers returns their logits in
-  float32 (tests/unit/models/test_recurrent.py, tests/unit/engines/test_recurrent_engine.py).
+  float32 (tests/unit/models/test_recurrent.py, tests/unit/engines/test_recurrent_engine.py). These tests keep
+  transformers from rounding other numbers to float32 (tests/float64.py).
 - **CUDA graphs** are not used (`engine.cuda_graphs` has no effect), and a step decodes one token of each row: a state
   cannot be taken back.
 - The scans are those of transformers: kernels of `flash-linear-attention` or `mamba-ssm` if these packages are

@@ -27,9 +27,9 @@ def arguments(directory: Path, way: str) -> list[str]:
     return ["run", str(CONFIG), f"run.dir={directory / way}"]
 
 
-def here(directory: Path, way: str, *overrides: str) -> None:
+def here(directory: Path, way: str) -> None:
     """The command, in this process."""
-    before, sys.argv = sys.argv, ["trivium", *arguments(directory, way), *overrides]
+    before, sys.argv = sys.argv, ["trivium", *arguments(directory, way)]
     try:
         main()
     except SystemExit as done:
@@ -44,7 +44,9 @@ def directory(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """Runs in all three ways, and the one of torchrun gone on with in one process."""
     directory = tmp_path_factory.mktemp("ways")
     here(directory, "alone")
-    here(directory, "two processes", "train.own_process=true")
+    # Forked as well: a process that is started would round to float32 (`tests.float64`).
+    apart = (*arguments(directory, "two processes"), "train.own_process=true")
+    Forked("apart", directory / "apart.out", trivium, *apart).ended(seconds=200)
     assert_ranks_end(0, directory / "torchrun", *arguments(directory, "torchrun")[2:], config=CONFIG)
     on_ray = ["cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2"]
     Forked("ray", directory / "ray.out", trivium, *arguments(directory, "ray"), *on_ray).ended(seconds=200)

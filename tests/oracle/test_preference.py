@@ -14,10 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preferences import interleaved, on_rows, preference, scoring
 from torch import Tensor
-
-from trivium.algorithms import GroupAlgorithm, PairInputs, ScoreInputs, pair_inputs
-from trivium.algorithms.batches import batch_of_pairs, pair_of
-from trivium.algorithms.preference.losses import (
+from trivium.algorithms.preference.losses.losses import (
     dpo,
     hps,
     ipo,
@@ -28,6 +25,9 @@ from trivium.algorithms.preference.losses import (
     reference_point,
     sigmoid,
 )
+
+from trivium.algorithms import GroupAlgorithm, PairInputs, ScoreInputs, pair_inputs
+from trivium.algorithms.batches import batch_of_pairs, pair_of
 from trivium.foundation.errors import DataError
 from trivium.foundation.metrics import checked
 from trivium.types import Failure, Group, Task, Trajectory, Turn

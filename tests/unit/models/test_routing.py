@@ -16,11 +16,11 @@ from moe_parts import batch_of, group_of, mixture, sampled, turn_of, write_mixtu
 from torch.nn.functional import linear
 from training_parts import Parts, Reinforce, make_engine, write_model
 
+from tests.float64 import differentiate_in_float64
 from trivium.buffers.journal import Journal, decode_group, encode_group, read_stored, stored_record
 from trivium.buffers.media import MediaFiles
 from trivium.foundation.errors import ConfigError, DataError, TriviumError
 from trivium.foundation.randomness import SampleKey
-from trivium.models.backbone.float64 import differentiate_in_float64
 from trivium.models.backbone.packed import pack
 from trivium.models.backbone.routing import _choice, routed, routers_of
 from trivium.models.heads.trained_models import LanguageModel

@@ -29,9 +29,9 @@ from training_parts import make_batch, make_engine, write_model
 from transformers import AutoModelForCausalLM
 from vision_parts import rolled_out, tiny
 
+from tests.float64 import differentiate_in_float64
 from trivium.config import config_from_mapping
 from trivium.foundation.errors import ConfigError, TriviumError
-from trivium.models.backbone.float64 import differentiate_in_float64
 from trivium.models.heads.trained_models import ActorCritic
 from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.runtime.export import export

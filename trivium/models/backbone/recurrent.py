@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
-from trivium.models.backbone.float64 import Float64
 from trivium.models.backbone.pack_layout import grids_of
 from trivium.models.backbone.prefixes import Segment
 from trivium.models.placement import sent
@@ -60,8 +59,7 @@ def _is_supported() -> bool:
 
 def follow_sequences(module: nn.Module) -> bool:
     """Makes the layers with a recurrent state follow packs (their argument `trivium_pack`) and padded prompts (`valid`
-    of their cache), in place. Returns False if there are none, or any that this module does not know. Layers in float64
-    are computed in float64; transformers rounds to float32."""
+    of their cache), in place. Returns False if there are none, or any that this module does not know."""
     layers = [(layer, _following(type(layer))) for layer in module.modules() if _keeps_state(type(layer))]
     known = [(layer, forward) for layer, forward in layers if forward is not None]
     if len(known) < len(layers) or not _is_supported():
@@ -81,10 +79,7 @@ def _forward(forward: Callable[..., Any], layer: nn.Module, *inputs: Any, **opti
     cache = options.get("cache_params", options.get("past_key_values"))
     options["trivium_valid"] = getattr(cache, "valid", None)
     options["trivium_limit"] = getattr(layer, "time_step_limit", None)
-    if not any(each.dtype == torch.float64 for each in layer.parameters()):
-        return forward(layer, *inputs, **options)
-    with Float64():
-        return forward(layer, *inputs, **options)
+    return forward(layer, *inputs, **options)
 
 
 @cache

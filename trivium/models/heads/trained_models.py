@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from trivium.foundation.errors import TriviumError
-from trivium.models.backbone.float64 import differentiate_in_float64
 from trivium.models.backbone.load import load_backbone, load_lm
 from trivium.models.backbone.packed import Backbone, Pack, probe_pack
 from trivium.models.backbone.rounding import explained_by_rounding
@@ -132,7 +131,6 @@ class FilledModel(nn.Module):
         if not autocast:
             use_onednn(decoder, self.device)
         fuse(decoder, self.device)
-        differentiate_in_float64(self.module)
 
     @property
     def _tolerance(self) -> float:

@@ -1,12 +1,15 @@
-"""Gradients in float64 of layers that transformers computes in float32, whatever the type of the weights.
+"""Arithmetic in float64 of layers that transformers computes in float32, whatever the type of the weights. Tests that
+compare gradients to 1e-9 need it.
 
 Such a layer rounds the gradient of every token, and the rounded sums depend on the batch. The forward pass keeps the
-bits of transformers. The backward pass differentiates the layer as if it computed in the type of its input.
+bits of transformers. The backward pass differentiates the layer as if it computed in the type of its input. Layers with
+a recurrent state compute in float64 in both.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,10 +17,31 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from trivium.models.backbone import recurrent
 from trivium.models.backbone.routing import ROUTER, Selection, current_selection, replaying
+from trivium.models.heads.trained_models import FilledModel
 
 _NARROW = ("RMSNorm", ROUTER)
 """Suffixes of the class names of such layers."""
+
+
+@cache
+def install() -> None:
+    """Makes the models of this process, and of its forks, compute in float64 where their weights are float64."""
+    choose, forward = FilledModel._choose_arithmetic, recurrent._forward
+
+    def choose_arithmetic(self: FilledModel, autocast: bool) -> None:
+        choose(self, autocast)
+        differentiate_in_float64(self.module)
+
+    def wide_forward(function: Callable[..., Any], layer: nn.Module, *inputs: Any, **options: Any) -> Any:
+        if not any(each.dtype == torch.float64 for each in layer.parameters()):
+            return forward(function, layer, *inputs, **options)
+        with Float64():
+            return forward(function, layer, *inputs, **options)
+
+    FilledModel._choose_arithmetic = choose_arithmetic
+    recurrent._forward = wide_forward
 
 
 def differentiate_in_float64(module: nn.Module) -> None:
