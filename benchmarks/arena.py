@@ -12,8 +12,8 @@ minutes: `--minutes` starts no cell after that time, and `--parts 1/2` takes eve
 two calls that share the work. The presets of `ESSENTIAL` come first, and the first three seeds before the others. A
 cell of other settings (a changed task, another number of steps) does not count.
 
-`--plan` prints how many cells are left and how long they may take. `--page` writes the tables of docs/arena.md and the
-plot docs/arena.svg from the results.
+`--plan` prints how many cells are left and how long they may take. `--page` writes the tables of arena.md and the
+plot arena.svg beside this file from the results.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "arena", help="where the start policies are kept")
     parser.add_argument("--plan", action="store_true", help="print what is left, run nothing")
     parser.add_argument("--page", action="store_true", help="write the page and the plot, run nothing")
-    parser.add_argument("--page-file", type=Path, default=ROOT / "docs" / "arena.md")
+    parser.add_argument("--page-file", type=Path, default=Path(__file__).with_name("arena.md"))
     options = parser.parse_args()
     own, of = options.parts
     chosen = pairs(options.only or presets(), options.tasks)[own::of]
