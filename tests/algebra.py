@@ -19,7 +19,6 @@ from annotated_types import Ge, Le
 from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import pad
-from trivium.algorithms.preference.losses.objective import PreferenceObjective, ScoreObjective
 
 from trivium.algorithms import PolicyObjective, ValueObjective, catalogue
 from trivium.algorithms.correction import OPTIONS, Correction
@@ -35,6 +34,7 @@ from trivium.algorithms.metadata import (
     resolve_function,
 )
 from trivium.algorithms.objective import Term, TokenWeight
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.config import Plugin, plugin
 from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.training.batching import count

@@ -6,10 +6,10 @@ from golden_runners import Arguments, answers
 from preferences import interleaved, on_rows, preference, scoring
 from torch import Tensor
 from torch.nn.functional import pad
-from trivium.algorithms.preference.losses.losses import reference_point
 
 from trivium.algorithms import PairInputs
 from trivium.algorithms.metadata import PairLossMetadata, resolve_function
+from trivium.algorithms.preference.losses import reference_point
 
 SIDES = ("policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected")
 

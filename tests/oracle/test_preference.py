@@ -14,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preferences import interleaved, on_rows, preference, scoring
 from torch import Tensor
-from trivium.algorithms.preference.losses.losses import (
+
+from trivium.algorithms import GroupAlgorithm, PairInputs, ScoreInputs, pair_inputs
+from trivium.algorithms.batches import batch_of_pairs, pair_of
+from trivium.algorithms.preference.losses import (
     dpo,
     hps,
     ipo,
@@ -25,9 +28,6 @@ from trivium.algorithms.preference.losses.losses import (
     reference_point,
     sigmoid,
 )
-
-from trivium.algorithms import GroupAlgorithm, PairInputs, ScoreInputs, pair_inputs
-from trivium.algorithms.batches import batch_of_pairs, pair_of
 from trivium.foundation.errors import DataError
 from trivium.foundation.metrics import checked
 from trivium.types import Failure, Group, Task, Trajectory, Turn

@@ -35,8 +35,8 @@ from trivium.algorithms.metadata import (
     selection,
 )
 from trivium.algorithms.objective import PolicyObjective
-from trivium.algorithms.preference.losses.losses import PairInputs, PerPair, ScoreInputs, pair_inputs
-from trivium.algorithms.preference.losses.objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference.losses import PairInputs, PerPair, ScoreInputs, pair_inputs
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.presets import Preset
 from trivium.algorithms.shaping import ShapingInputs
 from trivium.config import AlgorithmConfig

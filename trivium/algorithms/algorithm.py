@@ -28,7 +28,7 @@ from trivium.algorithms.losses.base import PolicyInputs, check_per_token
 from trivium.algorithms.losses.value_loss import SharedObjective, ValueObjective
 from trivium.algorithms.metadata import EstimatorMetadata, KlMetadata
 from trivium.algorithms.objective import FORWARD_COLUMNS, TEACHER_COLUMNS, PolicyObjective
-from trivium.algorithms.preference.losses.objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.resampling import Resampling
 from trivium.algorithms.rollout_metrics import describe, describe_tokens
 from trivium.algorithms.shaping import Moments, Shaping, shaped

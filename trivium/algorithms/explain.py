@@ -14,7 +14,7 @@ from trivium.algorithms.losses.value_loss import SOURCE as VALUE_SOURCE
 from trivium.algorithms.losses.value_loss import SharedObjective, ValueObjective
 from trivium.algorithms.metadata import AggregationMetadata, format_value, metadata_of
 from trivium.algorithms.objective import OBSERVATION, OBSERVATION_SOURCE, PolicyObjective, Term
-from trivium.algorithms.preference.losses.objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.resampling import SOURCE as RESAMPLING
 from trivium.foundation.registry import resolve
 

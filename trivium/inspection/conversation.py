@@ -18,10 +18,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trivium.checkpoint.store import CheckpointStore
-from trivium.config import RunConfig, build, config_from_mapping, load_config, parse_override, read_yaml
+from trivium.config import RunConfig, build, config_from_mapping, load_config, parse_override
 from trivium.config.checks import CONFIG_RULES
 from trivium.config.reading import overlaid
-from trivium.config.resume import as_begun
 from trivium.config.saved import config_file
 from trivium.foundation.concurrency import gather_or_cancel
 from trivium.foundation.errors import ConfigError, DataError, RolloutError, RunDirError, TriviumError
@@ -218,7 +217,7 @@ def _config_of(path: str, overrides: Sequence[str], scratch: str) -> RunConfig:
             do = f"name the model: {path}/checkpoints/step-N/policy"
             raise ConfigError(f"{changed[0]} of a run", "its checkpoints have their own model and chat template", do)
         file = config_file(Path(path))
-        config = as_begun(read_yaml(file), load_config(file, overrides, _WITHOUT))
+        config = load_config(file, overrides, _WITHOUT)
         return config.model_copy(update={"run": config.run.model_copy(update={"dir": path})})
     data: dict[str, Any] = {"run": {"dir": scratch}, "model": {"kind": "hf", "path": path}}
     data["tasks"] = {"train": {"kind": "arithmetic"}}

@@ -22,8 +22,7 @@ import numpy as np
 from trivium.buffers.step_log import STEPS, StepRecord
 from trivium.buffers.step_tokens import MASK, TOKENS, Columns, kept_means, kept_values, tokens_file
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.config import RunConfig, build, load_config, read_yaml
-from trivium.config.resume import as_begun
+from trivium.config import RunConfig, build, load_config
 from trivium.config.saved import config_file
 from trivium.foundation.errors import RunDirError, TriviumError
 from trivium.foundation.metrics import depends_on_machine
@@ -260,7 +259,7 @@ def _mean(parts: Sequence[Columns]) -> float:
 
 @cached_while_unchanged()
 def _config(file: Path) -> RunConfig:
-    return as_begun(read_yaml(file), load_config(file, []))
+    return load_config(file, [])
 
 
 def _put(values: Any, where: str, value: object) -> None:

@@ -67,9 +67,9 @@ def test_options_reach_the_loss() -> None:
     [
         ({"kind": "dpo", "pair_loss": {"bta": 1}}, {}, "algorithm.pair_loss.bta"),
         ({"kind": "dpo", "pair_loss": {"label_smoothing": 0.5}}, {}, "algorithm.pair_loss.label_smoothing"),
-        ({"kind": "dpo", "pair_loss": "trivium.algorithms.preference.losses.losses:hps"}, {}, "algorithm.pair_loss"),
+        ({"kind": "dpo", "pair_loss": "trivium.algorithms.preference.losses:hps"}, {}, "algorithm.pair_loss"),
         (
-            {"kind": "reward_model", "score_loss": "trivium.algorithms.preference.losses.losses:dpo"},
+            {"kind": "reward_model", "score_loss": "trivium.algorithms.preference.losses:dpo"},
             {},
             "algorithm.score_loss",
         ),

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from algebra import section
 from training_parts import Parts, make_batch
-from trivium.algorithms.preference.losses.objective import ScoreObjective
 
 from trivium.algorithms.losses.value_loss import SharedObjective, ValueObjective
 from trivium.algorithms.metadata import PolicyLossMetadata, ScoreLossMetadata, resolve_function
 from trivium.algorithms.objective import PolicyObjective
+from trivium.algorithms.preference.objective import ScoreObjective
 from trivium.training.batching import count
 from trivium.training.distributed.ranks import join_ranks
 from trivium.training.engine import TorchTrainEngine

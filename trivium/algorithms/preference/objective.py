@@ -14,7 +14,7 @@ from trivium.algorithms.batches import column, padded, ragged
 from trivium.algorithms.losses.base import zero_outside
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata
 from trivium.algorithms.objective import required
-from trivium.algorithms.preference.losses.losses import PairInputs, PerPair, ScoreInputs, reference_point
+from trivium.algorithms.preference.losses import PairInputs, PerPair, ScoreInputs, reference_point
 from trivium.foundation.errors import DataError
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.late import torch

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata, resolve_function
-from trivium.algorithms.preference.losses.objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.sections.parts import (
     PassesConfig,
     is_explored,
