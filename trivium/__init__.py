@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(config, name)
     if name in ("ConfigError", "RunDirError"):
-        from trivium import errors
+        from trivium.foundation import errors
 
         return getattr(errors, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

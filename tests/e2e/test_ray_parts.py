@@ -34,13 +34,13 @@ from tests.e2e.ray_hosted import (
     scripted_that_never_loads,
 )
 from tests.processes import survivors
-from trivium import errors
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, result_of, start_host, start_role
 from trivium.cluster.engines import EngineSpec, ReplicatedEngine
 from trivium.cluster.session import ray_session
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel, Stored, store
 from trivium.config import load_config
+from trivium.foundation import errors
 from trivium.foundation.board import SharedBoard
 from trivium.foundation.errors import (
     ConfigError,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from trivium.config import choices
 from trivium.models.heads import log_prob_head
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 from trivium.models.precision import product
+from trivium.planning import choices
 
 N, H, V = 13, 5, 11
 

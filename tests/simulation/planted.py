@@ -69,12 +69,12 @@ PLANTED = {
         2,
     ),
     "the end of the stage is not announced": Fault("loops.py", "            synchronizer.finish()\n", "", False),
-    "heartbeats are not sent": Fault("concurrency.py", "                self._beat()\n", "", True, 15),
+    "heartbeats are not sent": Fault("foundation/concurrency.py", "                self._beat()\n", "", True, 15),
     "a role is declared dead too early": Fault(
-        "run_role.py", "silence_s(beats) > heartbeat_s:", "silence_s(beats) > heartbeat_s / 50:", True, 177
+        "foundation/run_role.py", "silence_s(beats) > heartbeat_s:", "silence_s(beats) > heartbeat_s / 50:", True, 177
     ),
     "a silent role is never declared dead": Fault(
-        "run_role.py",
+        "foundation/run_role.py",
         'self.mark_dead(peer, f"no heartbeat for {heartbeat_s} s", replaced=True, beats=beats)',
         "pass",
         True,
@@ -94,7 +94,7 @@ PLANTED = {
         "buffers/sql/database.py", "PRAGMA synchronous=NORMAL", "PRAGMA synchronous=OFF", True, 49
     ),
     "checkpoints are not synced": Fault(
-        "checkpoint/atomic.py", "        os.fsync(descriptor)\n", "        pass\n", False, 28
+        "foundation/atomic.py", "        os.fsync(descriptor)\n", "        pass\n", False, 28
     ),
     "the run directory is not locked": Fault(
         "runtime/run_dir.py",
@@ -170,7 +170,7 @@ PLANTED = {
         35,
     ),
     "a failed role ends well": Fault(
-        "run_role.py",
+        "foundation/run_role.py",
         "replaced=stopped)\n            raise\n",
         "replaced=stopped)\n",
         True,
@@ -209,7 +209,7 @@ PLANTED = {
         19,
     ),
     "a new run directory is not synced": Fault(
-        "checkpoint/atomic.py", "            fsync(path.parent)  # another", "            pass  # another", True, 517
+        "foundation/atomic.py", "            fsync(path.parent)  # another", "            pass  # another", True, 517
     ),
     "a complete run does not say so": Fault(
         "runtime/launch.py",

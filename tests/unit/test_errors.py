@@ -10,7 +10,7 @@ import re
 import pytest
 from failing import check_error, refused
 
-from trivium import errors
+from trivium.foundation import errors
 from trivium.foundation.errors import ConfigError, MissingPackage, Problem, TriviumError, UnknownName
 
 

@@ -18,13 +18,13 @@ from failing import check_error, refused
 
 from tests.sessions import Plays
 from tests.waiting import until
-from trivium import concurrency
 from trivium.buffers.journal import encode_group
 from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RewardConfig
 from trivium.engines.scripted import ScriptedEngine
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
+from trivium.foundation import concurrency
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import RewardError, RolloutError, RolloutsFailing, first_cause
 from trivium.foundation.randomness import SampleKey

@@ -12,7 +12,7 @@ import pytest
 from failing import refused
 
 from tests.waiting import until
-from trivium import concurrency
+from trivium.foundation import concurrency
 from trivium.foundation.concurrency import Threads, left_behind
 from trivium.foundation.errors import RolloutError
 

@@ -167,7 +167,7 @@ def described(value: object) -> str:
     return f"{text_of(value, 80, repr)} of type {type(value).__name__}"
 
 
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
 
 

@@ -20,13 +20,13 @@ import pytest
 import torch
 from failing import refused
 
-from trivium import phases
 from trivium.buffers.files import FileBuffer, conversation_of
 from trivium.buffers.journal import Journal, decode_group, encode_group, read_record, read_recorded, write_groups
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.slots import OPEN, SlotState, retried
 from trivium.engines.scripted import ScriptedEngine
 from trivium.explorer import Explorer
+from trivium.foundation import phases
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import DataError, SyncError
 from trivium.loops import follow_weights

@@ -11,10 +11,10 @@ from configs import configured, tiny_model
 from failing import refused
 from training_parts import make_engine, write_model
 
-from trivium.config import choices
 from trivium.foundation.errors import ConfigError
 from trivium.models.heads.log_prob_head import log_prob_and_entropy
 from trivium.models.precision import parts_of, precision_of, product, set_matmul_precision, use_in
+from trivium.planning import choices
 from trivium.planning.machine import Machine
 from trivium.runtime.preflight import preflight
 

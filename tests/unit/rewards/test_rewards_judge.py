@@ -12,8 +12,8 @@ import pytest
 from failing import check_error, refused
 
 from tests.waiting import until
-from trivium import concurrency
 from trivium.config import RewardConfig, plugin
+from trivium.foundation import concurrency
 from trivium.foundation.errors import ConfigError, DataError, RewardError, UnknownName
 from trivium.foundation.registry import resolve
 from trivium.rewards import Judge, make_judge

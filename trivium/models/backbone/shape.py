@@ -72,8 +72,9 @@ def _counted(config: PretrainedConfig) -> ModelShape:
 
     family = FAMILIES.get(config.model_type)
     kind = AutoModelForCausalLM if family is None else AutoModelForImageTextToText
-    # Experts are multiplied in groups, which torch does for bfloat16 only.
-    model = built_empty(partial(kind.from_config, config, dtype=torch.bfloat16))
+    # A loop over experts needs to know who has tokens. torch multiplies them in groups for bfloat16 only.
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "experts_implementation": "grouped_mm"}
+    model = built_empty(partial(kind.from_config, config, attn_implementation="sdpa", **how))
     base: Any = model.base_model
     decoder: Any = model.get_decoder() if family is None else base.get_submodule(family.decoder)
     blocks = _blocks(decoder)
