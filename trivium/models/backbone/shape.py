@@ -6,7 +6,6 @@ A pass over a few tokens there shows what a layer keeps for the next token: keys
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,8 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # it would warn of missing kernels, which this pass does not need
         try:
-            _SHAPES[contents] = _counted(deepcopy(config))
+            # A copy without the choices of a built model: of its attention, and of how it multiplies experts.
+            _SHAPES[contents] = _counted(type(config).from_dict(config.to_dict()))
         # What modules raise for sizes that are missing or do not fit each other has no common class.
         except Exception as error:
             raise DataError(
@@ -72,9 +72,8 @@ def _counted(config: PretrainedConfig) -> ModelShape:
 
     family = FAMILIES.get(config.model_type)
     kind = AutoModelForCausalLM if family is None else AutoModelForImageTextToText
-    # A loop over experts needs to know who has tokens. torch multiplies them in groups for bfloat16 only.
-    how: dict[str, Any] = {"dtype": torch.bfloat16, "experts_implementation": "grouped_mm"}
-    model = built_empty(partial(kind.from_config, config, attn_implementation="sdpa", **how))
+    # torch multiplies experts in groups for bfloat16 only; a loop over them would need to know who has tokens.
+    model = built_empty(partial(kind.from_config, config, dtype=torch.bfloat16))
     base: Any = model.base_model
     decoder: Any = model.get_decoder() if family is None else base.get_submodule(family.decoder)
     blocks = _blocks(decoder)
