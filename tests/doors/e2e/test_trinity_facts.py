@@ -68,8 +68,8 @@ buffer:
   total_steps: 3
   explorer_input:
     taskset: {{path: {tmp_path / "rows.jsonl"}, format: {{prompt_key: question, response_key: answer}}}}
-    default_workflow_type: simple_workflow
-    default_reward_fn_type: accuracy_reward
+    default_workflow_type: math_workflow
+    default_reward_fn_type: math_boxed_reward
 trainer: {{save_interval: 0}}
 """)
     return load_config(tmp_path / "config.yaml")

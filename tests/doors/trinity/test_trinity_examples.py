@@ -16,12 +16,10 @@ from trivium.frontdoors.trinity.translation import translate
 SERVICES = {
     "Megatron is not supported": "Megatron",
     "Tinker is not supported": "Tinker",
-    "AgentScope": "AgentScope",
+    "'agentscope": "AgentScope",
+    "'email_search_workflow'": "AgentScope",
     "'data_juicer'": "Data-Juicer",
-    "the package alfworld": "ALFWorld",
-    "the package scienceworld": "ScienceWorld",
-    "the package web_agent_site": "WebShop",
-    "the package intercode": "InterCode",
+    "'sciworld_workflow'": "ScienceWorld",
 }
 """A part of a problem -> the program of third parties that the example needs."""
 

@@ -14,7 +14,6 @@ from trivium.foundation.errors import DataError
 from trivium.frontdoors.trinity.reward_functions import (
     Boxed,
     Countdown,
-    Dapo,
     Format,
     RewardOfTrinity,
     Thinks,
@@ -75,10 +74,9 @@ def test_formats() -> None:
 
 
 def test_mathematics() -> None:
-    boxed, dapo = Boxed(RewardConfig(kind="boxed")), Dapo(RewardConfig(kind="dapo"))
+    boxed = Boxed(RewardConfig(kind="boxed"))
     assert [boxed("", f"so \\boxed{{{text}}}", "\\boxed{\\frac12}") for text in ("\\frac{1}{2}", "2")] == [1.0, 0.0]
     assert boxed("", "\\boxed{72}", "48+24\n#### 72") == 1.0
-    assert [dapo("", f"Answer: {text}", "4") for text in ("4", "5")] == [1.0, -1.0]
     assert (final_answer("a\n#### 7"), final_answer("7")) == ("7", "7")
 
 

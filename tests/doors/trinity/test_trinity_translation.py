@@ -304,15 +304,6 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
         "rewards.0.urls",
         ("http://127.0.0.1:9000/v1",),
     ),
-    (
-        {
-            f"{WHERE}.default_workflow_type": "math_ruler_workflow",
-            "explorer.auxiliary_models": [{"model_path": "owner/judge"}],
-        },
-        "rewards.0.model",
-        "owner/judge",
-    ),
-    ({f"{WHERE}.default_workflow_type": "tool_call_workflow"}, "rewards.0.name", "reward"),
     ({f"{WHERE}.default_workflow_type": "frozen_lake_workflow"}, "workflow.environment_args.env_max_steps", 8),
 ]
 
@@ -342,7 +333,7 @@ def changes_for(folder: Path, name: str) -> Overrides:
         }
     if name in ("on_policy_distill", "jsd"):
         more |= {
-            f"{WHERE}.default_workflow_type": "on_policy_distill_workflow",
+            f"{WHERE}.default_workflow_type": "on_policy_distill_math_workflow",
             "explorer.auxiliary_models": [{"model_path": str(folder / "model")}],
         }
     return more
@@ -438,7 +429,7 @@ REFUSED: list[tuple[Overrides, str, str]] = [
     (
         {f"{WHERE}.default_workflow_type": "math_trainable_ruler_workflow"},
         f"{WHERE}.default_workflow_type",
-        "math_ruler_workflow",
+        "rubric_judge_workflow",
     ),
     ({"algorithm.advantage_fn": "grpoo"}, "algorithm.advantage_fn", "did you mean 'grpo'"),
     ({"algorithm.policy_loss_fn_args": {"clip": 1}}, "algorithm.policy_loss_fn_args.clip", "clip_range"),
@@ -451,9 +442,13 @@ REFUSED: list[tuple[Overrides, str, str]] = [
     ({"synchronizer.sync_style": "later"}, "synchronizer.sync_style", "fully_async"),
     ({f"{WHERE}.default_workflow_type": "alfworld_workflow"}, f"{WHERE}.default_workflow_type", "multi_turn"),
     ({f"{WHERE}.default_workflow_type": "math_rm_workflow"}, f"{WHERE}.default_workflow_type", "kind: model"),
+    ({f"{WHERE}.default_workflow_type": "rubric_judge_workflow"}, f"{WHERE}.default_workflow_type", "auxiliary_models"),
     ({f"{WHERE}.default_workflow_type": "as_react_workflow"}, f"{WHERE}.default_workflow_type", "run.mode serve"),
-    ({f"{WHERE}.default_workflow_type": "simple_workflow"}, f"{WHERE}.default_reward_fn_type", "math_reward"),
-    ({f"{WHERE}.default_reward_fn_type": "accuracy"}, f"{WHERE}.default_reward_fn_type", "accuracy_reward"),
+    ({f"{WHERE}.default_workflow_type": "sudoku_workflow"}, f"{WHERE}.default_workflow_type", "multi_turn"),
+    ({f"{WHERE}.default_workflow_type": "simple_workflow"}, f"{WHERE}.default_workflow_type", "SimpleWorkflow"),
+    ({f"{WHERE}.default_workflow_type": "math_workflw"}, f"{WHERE}.default_workflow_type", "'math_workflow'"),
+    ({f"{WHERE}.default_reward_fn_type": "accuracy_reward"}, f"{WHERE}.default_reward_fn_type", "file.py:Name"),
+    ({f"{WHERE}.default_reward_fn_type": "math_rewrd"}, f"{WHERE}.default_reward_fn_type", "'math_reward'"),
     (
         {f"{WHERE}.data_selector.selector_type": "difficulty_based"},
         f"{WHERE}.data_selector.selector_type",
@@ -495,12 +490,6 @@ def test_what_cannot_be_had_is_refused_by_name(folder: Path, changes: Overrides,
     problems = problems_of(folder, changes)
     assert text in problems[where]
     assert len(problems) == 1
-
-
-def test_a_model_that_judges_is_a_reward(folder: Path) -> None:
-    models = {"explorer.auxiliary_models": [{"model_path": "owner/judge"}]}
-    config = mapping_of(folder, {f"{WHERE}.default_workflow_type": "math_rm_workflow", **models})
-    assert config["rewards"] == [{"kind": "model", "path": "owner/judge", "name": "rm_score"}]
 
 
 OWN_WORKFLOW = """
@@ -656,7 +645,7 @@ def test_evaluation_has_rewards_of_its_own(folder: Path) -> None:
         for name in ("train", "eval")
     }
     assert weights == {"train": {"accuracy": 1.0, "format_score": 1.0}, "eval": {"eval_accuracy": 1.0}}
-    game = {**taskset, "default_eval_workflow_type": "sudoku_workflow"}
+    game = {**taskset, "default_eval_workflow_type": "frozen_lake_workflow"}
     assert where in problems_of(folder, {where: [game]})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +12,12 @@ import pytest
 from reward_services import json_of, service
 
 from tests.failing import refused
-from trivium.clients.http import EndpointError
 from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
 from trivium.foundation.errors import RolloutError, UnknownName
 from trivium.foundation.randomness import SampleKey
 from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS
-from trivium.frontdoors.trinity.games import FrozenLake, Sudoku
-from trivium.frontdoors.trinity.reward_functions import Ruler, ToolCall
+from trivium.frontdoors.trinity.frozen_lake import FrozenLake
 from trivium.frontdoors.trinity.workflow_adapter import WorkflowOfTrinity
 from trivium.policy import Policy
 from trivium.testing import check_workflow
@@ -280,42 +277,3 @@ def test_a_walk_over_the_ice_ends_at_the_goal_or_in_a_hole() -> None:
     assert first == again
     assert "P" in first[1].content
     assert "G" in first[1].content
-
-
-def test_a_sudoku_is_solved_cell_by_cell() -> None:
-    sudoku = Sudoku()
-    sudoku.reset(Task("t", (), {"puzzle": "0214134221344310", "solution": "3214134221344312"}))
-    messages, reward, done = sudoku.step("```\n1 1 4\n4 4 2\n```")
-    assert "Wrong: 1 1 4" in messages[0].content
-    assert (reward, done) == (0.0, False)
-    assert sudoku.step("```1 1 3```")[1:] == (1.0, True)
-
-
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [
-        ('<think>so</think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', 1.0),
-        ('<think>so</think>\n<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>', 1.0),
-        ('<think>so</think><tool_call>{"name": "f", "arguments": {"a": 2}}</tool_call>', 0.0),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', 0.0),
-        ("<think>so</think><tool_call>{broken</tool_call>", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_a_tool_call_is_right_or_wrong(completion: str, score: float) -> None:
-    answer = json.dumps([{"name": "f", "arguments": {"a": 1}}])
-    assert ToolCall(ToolCall.Config(kind="x"))("q", completion, answer) == score
-
-
-async def test_a_ruler_scores_a_group_in_one_verdict() -> None:
-    def verdict(text: str) -> Any:
-        return json_of({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
-
-    async with service(verdict("So: [0.1, 0.9]"), verdict("[0.1]"), path="/v1/chat/completions") as here:
-        config = Ruler.Config(urls=here.url.removesuffix("/chat/completions"), model="judge")
-        ruler = Ruler(config)
-        assert await ruler("q", ["a", "b"], "b") == [0.1, 0.9]
-        text = here.requests[0].body["messages"][0]["content"]
-        assert "Answer 2:\nb" in text
-        with pytest.raises(EndpointError, match="2 numbers from 0 to 1"):
-            await ruler("q", ["a", "b"], "b")

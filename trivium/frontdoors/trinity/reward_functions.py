@@ -15,16 +15,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from trivium.clients.chat import read_text
-from trivium.clients.http import EndpointClient, EndpointError
 from trivium.config import RewardConfig
 from trivium.config.fields import plugin_path
 from trivium.foundation.errors import DataError
 from trivium.frontdoors.trinity.config.registries import REWARD_FUNCTIONS
 from trivium.rewards.functions import MathVerify
-from trivium.rewards.graders.mathematics import last_boxed, math_boxed, math_dapo
-from trivium.rewards.remote import HttpRewardConfig
-from trivium.types import Capabilities
+from trivium.rewards.graders.mathematics import last_boxed, math_boxed
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>")
 """The pattern of Trinity-RFT. It finds no answer that contains line ends, although `Format` demands them by default:
@@ -89,18 +85,6 @@ class Boxed:
         return float(math_boxed(completion, final_answer(str(answer)) if boxed is None else boxed))
 
 
-class Dapo:
-    """1 if the answer after `Answer:`, or in the last box, equals that of the column `answer`, else -1."""
-
-    Config = RewardConfig
-
-    def __init__(self, config: RewardConfig) -> None:
-        del config
-
-    def __call__(self, prompt: str, completion: str, answer: object) -> float:
-        return float(math_dapo(completion, str(answer))["score"])
-
-
 class Countdown:
     """1 for an equation that uses each of the given numbers once and has the target's value; 0.1 for another equation,
     0 without one.
@@ -125,94 +109,6 @@ class Countdown:
         used = sorted(int(number) for number in re.findall(r"\d{1,18}", equation))
         value = arithmetic(equation) if used == sorted(truth["numbers"]) else None
         return 1.0 if value is not None and abs(value - truth["target"]) < 1e-5 else 0.1
-
-
-class ToolCall:
-    """1 if the completion thinks first and then calls the tools of the column `answer`, else 0.
-
-    It is `<think>...</think>`, then `<tool_call>...</tool_call>` once or several times, each with a call {name,
-    arguments} or a list of calls. The answer is such a list, or its JSON text; the order of calls does not matter.
-    """
-
-    Config = RewardConfig
-
-    def __init__(self, config: RewardConfig) -> None:
-        del config
-
-    def __call__(self, prompt: str, completion: str, answer: object) -> float:
-        text = completion.strip()
-        form = re.fullmatch(r"<think>((?!</think>).)*</think>\s*(<tool_call>.*</tool_call>)", text, re.DOTALL)
-        try:
-            wanted = _calls(json.loads(answer) if isinstance(answer, str) else answer)
-        except ValueError:
-            raise DataError("a column `answer` of tool calls", f"{answer!r:.80}", "correct response_key") from None
-        try:
-            called = [
-                call for part in _CALL.findall(form.group(2) if form else "") for call in _calls(json.loads(part))
-            ]
-        except ValueError:
-            return 0.0
-        return float(bool(called) and sorted(called) == sorted(wanted))
-
-
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-
-
-def _calls(value: Any) -> list[str]:
-    """Returns each call as JSON with sorted keys. Raises ValueError for anything else."""
-    calls = value if isinstance(value, list) else [value]
-    if not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
-        raise ValueError("not a call")
-    return [json.dumps([call["name"], call["arguments"]], sort_keys=True) for call in calls]
-
-
-class Ruler:
-    """Scores the completions of a group relative to one another: in one verdict, a language model behind an endpoint
-    gives each a number from 0 to 1.
-
-    A verdict that is not a list of that many numbers is an error of the trajectories, never a score.
-    """
-
-    capabilities = Capabilities(remote=True)
-
-    class Config(HttpRewardConfig):
-        kind: str = "trivium.frontdoors.trinity.reward_functions:Ruler"
-        model: str
-        """The name of the model at the endpoint. `urls` are its base URLs (http://host:8000/v1)."""
-        max_tokens: int = Field(default=1024, ge=1)
-        """Most tokens of a verdict."""
-
-    def __init__(self, config: Config) -> None:
-        self._config, self._client = config, EndpointClient(config, "/chat/completions", what="rewards")
-
-    async def __call__(self, prompt: str, completions: list[str], answer: object) -> list[float]:
-        """Raises EndpointError."""
-        shown = "\n\n".join(f"Answer {number}:\n{text}" for number, text in enumerate(completions, 1))
-        text = (
-            f"Compare {len(completions)} answers to a question with the reference.\n\nQuestion:\n{prompt}\n\n"
-            f"Reference:\n{answer}\n\n{shown}\n\nGive each a number from 0 (worst) to 1 (best); better answers get "
-            f"higher ones. End with a line of {len(completions)} numbers in brackets, like [0.1, 0.9]."
-        )
-        body = {
-            "model": self._config.model,
-            "messages": [{"role": "user", "content": text}],
-            "temperature": 0.0,
-            "max_tokens": self._config.max_tokens,
-        }
-        url, response = await self._client.post(body)
-        _, verdict = read_text(self._client, url, response)
-        lists = re.findall(r"\[([-\d.,\s]+)\]", verdict)
-        try:
-            scores = [float(number) for number in lists[-1].split(",")] if lists else []
-        except ValueError:
-            scores = []
-        if len(scores) != len(completions) or not all(0 <= score <= 1 for score in scores):
-            raise EndpointError(
-                f"{len(completions)} numbers from 0 to 1 of the judge at {url}",
-                f"{verdict[-200:]!r}",
-                "use a judge that keeps to the format, or raise max_tokens",
-            )
-        return scores
 
 
 class RewardOfTrinity:

@@ -10,12 +10,11 @@ from trivium.foundation.errors import TriviumError
 from trivium.foundation.registry import resolve, suggest
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS, path_of
-from trivium.frontdoors.trinity.config.reward_names import HERE, REWARDS, reward
+from trivium.frontdoors.trinity.config.reward_names import HERE, REFUSED_REWARDS, REWARDS, reward
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
 
 INPUT = "buffer.explorer_input"
 _ADAPTER = "trivium.frontdoors.trinity.workflow_adapter:WorkflowOfTrinity"
-_GAMES = "trivium.frontdoors.trinity.games"
 _THINK = (
     "Think about the question first, then answer it. Put your reasoning between <think> and </think>, and the final "
     "answer alone between <answer> and </answer>, like this: <think> reasoning </think> <answer> answer </answer>"
@@ -78,7 +77,8 @@ class _Named:
                 found = f"{self.reward} has no such option"
                 self.problem(f"reward_fn_args.{key}", f"{value!r:.80}", found, "leave it out")
             return REWARDS[self.reward]
-        if (path := path_of(self.reward)) is not None or self.trinity.is_plugin(self.reward, [*REWARDS]):
+        path, is_refused = path_of(self.reward), self.reward in REFUSED_REWARDS
+        if path is not None or (not is_refused and self.trinity.is_plugin(self.reward, [*REWARDS])):
             return ({"kind": f"{HERE}:RewardOfTrinity", "function": path or self.reward, "args": args},)
         do = suggest(self.reward, REWARDS) + "; your own is file.py:Name or package.module:Name"
         self.problem("default_reward_fn_type", repr(self.reward), "no such reward here", do)
@@ -93,27 +93,8 @@ class _Named:
         factor = args.get("penalty_factor") or 1.0
         return ({"kind": "overlong_penalty", "factor": factor, "buffer": buffer / longest, "limit": longest},)
 
-    def judge(self) -> str | None:
-        """Returns the path of the first auxiliary model. Notes a problem without one."""
-        models = [model["model_path"] for model in self.trinity.auxiliary_models if model.has("model_path")]
-        if not models:
-            do = "name it in explorer.auxiliary_models: [{model_path: ...}]; or add a reward to the result: kind: model"
-            self.problem("default_workflow_type", f"{self.name!r}", "it asks a model that judges", do)
-        return models[0] if models else None
-
 
 _OVERLONG = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
-
-
-def _distilled(taskset: _Named) -> Judged:
-    return Judged(taskset.rewards(), reads_answer=bool(taskset.reward), shaping=taskset.overlong())
-
-
-def _simple(taskset: _Named) -> Judged:
-    if not taskset.reward:
-        do = "set default_reward_fn_type, math_reward for example"
-        taskset.problem("default_reward_fn_type", "rewards", f"{taskset.name} has none of its own", do)
-    return _distilled(taskset)
 
 
 def _math(taskset: _Named) -> Judged:
@@ -138,74 +119,58 @@ def _boxed(taskset: _Named) -> Judged:
     )
 
 
-def _tool_call(taskset: _Named) -> Judged:
-    return Judged(taskset.rewards() or (reward("ToolCall"),), shaping=taskset.overlong())
-
-
-def _reward_model(taskset: _Named) -> Judged:
-    path = taskset.judge()
-    rewards = taskset.rewards() if path is None else ({"kind": "model", "path": path, "name": "rm_score"},)
-    return Judged(rewards, asks_models=True, reads_answer=False)
-
-
-def _ruler(taskset: _Named) -> Judged:
-    return _of_judge(taskset, {"kind": f"{HERE}:Ruler", "name": "ruler"})
-
-
 def _rubric(taskset: _Named) -> Judged:
-    judge = {"kind": "generative_judge", "name": "rubric", "template": _RUBRIC, "pattern": _RATING}
-    return _of_judge(taskset, judge)
-
-
-def _of_judge(taskset: _Named, section: dict[str, Any]) -> Judged:
-    """Translates a workflow that asks an auxiliary model behind an endpoint."""
-    if taskset.judge() is None:
+    """Translates rubric_judge_workflow, which asks an auxiliary model behind an endpoint."""
+    if not any(model.has("model_path") for model in taskset.trinity.auxiliary_models):
+        do = "name it in explorer.auxiliary_models: [{model_path: ...}]"
+        taskset.problem("default_workflow_type", f"{taskset.name!r}", "it asks a model that judges", do)
         return Judged()
     (first, *_) = taskset.trinity.endpoints()
-    return Judged(({**section, **first},), asks_models=True)
+    judge = {"kind": "generative_judge", "name": "rubric", "template": _RUBRIC, "pattern": _RATING}
+    return Judged(({**judge, **first},), asks_models=True)
 
 
-def _game(environment: str, turns: str, **defaults: Any) -> Callable[[_Named], Judged]:
-    """Returns the translation of a workflow over an environment of `games.py`. `turns` is the argument with the largest
-    number of turns, `defaults` those of the environment."""
-
-    def translated(taskset: _Named) -> Judged:
-        args = taskset.settings["workflow_args"]
-        options = {name: args.get(name, default) for name, default in defaults.items()}
-        workflow = {
-            "kind": "multi_turn",
-            "environment": f"{_GAMES}:{environment}",
-            "environment_args": {name: value for name, value in options.items() if name != turns},
-            "max_turns": options.get(turns) or 10,
-        }
-        return Judged((), workflow, reads_answer=False, needs_prompt=False)
-
-    return translated
+def _frozen_lake(taskset: _Named) -> Judged:
+    args = taskset.settings["workflow_args"]
+    workflow = {
+        "kind": "multi_turn",
+        "environment": "trivium.frontdoors.trinity.frozen_lake:FrozenLake",
+        "environment_args": {
+            "env_max_steps": args.get("env_max_steps", 8),
+            "is_slippery": args.get("is_slippery", False),
+        },
+        "max_turns": args.get("agent_max_steps") or 10,
+    }
+    return Judged((), workflow, reads_answer=False, needs_prompt=False)
 
 
 _BY_NAME: Mapping[str, Callable[[_Named], Judged]] = {
-    **dict.fromkeys(
-        ("simple_workflow", "async_simple_workflow", "simple_mm_workflow", "async_simple_mm_workflow"), _simple
-    ),
-    **dict.fromkeys(("math_workflow", "async_math_workflow", "on_policy_distill_math_workflow"), _math),
-    **dict.fromkeys(
-        ("math_boxed_workflow", "async_math_boxed_workflow", "math_eval_workflow", "async_math_eval_workflow"), _boxed
-    ),
-    **dict.fromkeys(("math_rm_workflow", "async_math_rm_workflow"), _reward_model),
-    **dict.fromkeys(("math_ruler_workflow", "async_math_ruler_workflow"), _ruler),
-    **dict.fromkeys(("rubric_judge_workflow", "rubric_judge_openai_workflow"), _rubric),
-    "on_policy_distill_workflow": _distilled,
-    "tool_call_workflow": _tool_call,
-    "frozen_lake_workflow": _game(
-        "FrozenLake", "agent_max_steps", agent_max_steps=10, env_max_steps=8, is_slippery=False
-    ),
-    "sudoku_workflow": _game("Sudoku", "max_steps", max_steps=20),
+    "math_workflow": _math,
+    "on_policy_distill_math_workflow": _math,
+    "math_boxed_workflow": _boxed,
+    "rubric_judge_workflow": _rubric,
+    "frozen_lake_workflow": _frozen_lake,
 }
-"""Workflows that need a reward, or an environment without further packages."""
+"""The workflows of Trinity-RFT that are built in."""
 
-_AGENT = "an agent that speaks HTTP is trained by run.mode serve (docs/serve.md)"
-_WORLD = "workflow.kind: multi_turn over an environment of yours: a class with reset(task) and step(completion)"
-_MISSING: Mapping[str, tuple[str, str]] = {
+_CLASS = "a class of yours, file.py:Name, derived from trivium.frontdoors.trinity.Workflow (docs/trinity.md)"
+_SIMPLE = f"write trivium.frontdoors.trinity:SimpleWorkflow with a default_reward_fn_type, or {_CLASS}"
+_AGENT = f"train the agent by its HTTP calls with run.mode serve (docs/serve.md), or write {_CLASS}"
+_WORLD = f"write workflow.kind: multi_turn over an environment of yours (docs/extend-workflow.md), or {_CLASS}"
+_REWARD = "use math_workflow, and write the reward into the translated config: rewards: [{kind: model, path: ...}]"
+_GROUP = "use rubric_judge_workflow, or math_workflow with a default_reward_fn_type of yours, file.py:Name"
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("simple_workflow", "async_simple_workflow", "simple_mm_workflow", "async_simple_mm_workflow"), _SIMPLE
+    ),
+    **dict.fromkeys(("async_math_workflow", "on_policy_distill_workflow"), "use math_workflow"),
+    **dict.fromkeys(
+        ("async_math_boxed_workflow", "math_eval_workflow", "async_math_eval_workflow"), "use math_boxed_workflow"
+    ),
+    **dict.fromkeys(("math_rm_workflow", "async_math_rm_workflow"), _REWARD),
+    **dict.fromkeys(("math_ruler_workflow", "async_math_ruler_workflow", "math_trainable_ruler_workflow"), _GROUP),
+    "rubric_judge_openai_workflow": "use rubric_judge_workflow",
+    "tool_call_workflow": f"use math_workflow with a default_reward_fn_type of yours, or write {_CLASS}",
     **dict.fromkeys(
         (
             "agentscope_workflow_adapter",
@@ -215,29 +180,26 @@ _MISSING: Mapping[str, tuple[str, str]] = {
             "agentscope_react_math_workflow",
             "agentscope_v1_react_search_workflow",
             "agentscopev0_react_math_workflow",
+            "email_search_workflow",
         ),
-        ("AgentScope, which it calls, is not supported", _AGENT),
+        _AGENT,
     ),
-    "email_search_workflow": ("AgentScope and a database of e-mails, which it calls, are not supported", _AGENT),
     **dict.fromkeys(
         (
             "alfworld_workflow",
             "step_wise_alfworld_workflow",
             "RAFT_alfworld_workflow",
             "RAFT_reflect_alfworld_workflow",
+            "sciworld_workflow",
+            "webshop_workflow",
+            "intercode_sql_workflow",
+            "sudoku_workflow",
         ),
-        ("the package alfworld and its game files are not supported", _WORLD),
-    ),
-    "sciworld_workflow": ("the package scienceworld and its Java server are not supported", _WORLD),
-    "webshop_workflow": ("the package web_agent_site and its catalogue are not supported", _WORLD),
-    "intercode_sql_workflow": ("the package intercode and its MySQL containers are not supported", _WORLD),
-    "math_trainable_ruler_workflow": (
-        "the policy judges its own group there; a rollout here does not see the others",
-        "use math_ruler_workflow, with the judge in explorer.auxiliary_models",
+        _WORLD,
     ),
 }
-"""Workflows of Trinity-RFT that are not translated -> (what is missing, what to do instead)."""
-NAMES = (*_BY_NAME, *_MISSING)
+"""The other names of Trinity-RFT -> what to write instead."""
+NAMES = (*_BY_NAME, *_REFUSED)
 
 
 def judged_in_training(trinity: TrinityConfig) -> Judged:
@@ -265,12 +227,12 @@ def judged(trinity: TrinityConfig, settings: Settings, where: str) -> Judged:
         taskset.problem("default_workflow_type", "a workflow", "nothing names one", do)
     elif taskset.name in _BY_NAME:
         return _BY_NAME[taskset.name](taskset)
-    elif taskset.name in _MISSING:
-        taskset.problem("default_workflow_type", repr(name), *_MISSING[taskset.name])
+    elif taskset.name in _REFUSED:
+        taskset.problem("default_workflow_type", repr(name), "it is not built in", _REFUSED[taskset.name])
     elif path_of(taskset.name) is not None or trinity.is_plugin(taskset.name, NAMES):
         return _of_user(taskset)
     else:
-        taskset.problem("default_workflow_type", repr(name), "no such workflow", suggest(taskset.name, NAMES))
+        taskset.problem("default_workflow_type", repr(name), "no such workflow", suggest(taskset.name, _BY_NAME))
     return Judged()
 
 

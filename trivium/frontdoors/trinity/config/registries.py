@@ -91,7 +91,7 @@ def load_plugins(folders: str) -> None:
 
 
 _HERE = "trivium.frontdoors.trinity"
-WORKFLOWS = Registry("workflows", {"simple_workflow": f"{_HERE}.objects.workflow_api:SimpleWorkflow"})
+WORKFLOWS = Registry("workflows")
 REWARD_FUNCTIONS = Registry("rewards")
 _STRATEGY = f"{_HERE}.objects.sample_strategies:DefaultSampleStrategy"
 MONITOR = Registry(

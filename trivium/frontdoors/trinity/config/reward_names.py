@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HERE = "trivium.frontdoors.trinity.reward_functions"
-_LABELS = {"Accuracy": "accuracy", "Boxed": "accuracy", "Dapo": "accuracy", "Countdown": "score", "ToolCall": "reward"}
+_LABELS = {"Accuracy": "accuracy", "Boxed": "accuracy", "Countdown": "score"}
 _FORMAT_OF_MATH = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$"
 
 
@@ -18,9 +18,8 @@ def reward(name: str, **options: Any) -> dict[str, Any]:
 REWARDS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "math_reward": (reward("Accuracy"), reward("Format", pattern=_FORMAT_OF_MATH)),
     "math_boxed_reward": (reward("Boxed"),),
-    "format_reward": (reward("Format"),),
-    "accuracy_reward": ({"kind": "math_verify", "name": "accuracy"},),
     "countdown_reward": (reward("Countdown"),),
-    "math_dapo_reward": (reward("Dapo"),),
 }
 """Reward functions by name -> the rewards that sum up to them."""
+REFUSED_REWARDS = ("format_reward", "accuracy_reward", "math_dapo_reward")
+"""Trinity-RFT's other names, which no module of a user registers."""

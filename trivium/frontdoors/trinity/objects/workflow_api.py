@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from trivium.frontdoors.trinity.config.registries import WORKFLOWS
 from trivium.frontdoors.trinity.objects.workflow_model import ModelWrapper, RolledOut
 
 
@@ -130,7 +129,6 @@ class MultiTurnWorkflow(Workflow):
         return self.process_messages_to_experience(messages, reward, info, truncate_status)
 
 
-@WORKFLOWS.register_module("simple_workflow")
 class SimpleWorkflow(Workflow):
     """Asks the prompt once and scores the completion with `reward_fn`."""
 

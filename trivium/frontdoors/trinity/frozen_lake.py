@@ -1,12 +1,10 @@
-"""Environments of Trinity-RFT's workflows that need no further package: a frozen lake and a sudoku."""
+"""The environment of Trinity-RFT's frozen_lake_workflow."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from trivium.foundation.errors import DataError
 from trivium.types import Message, Task
@@ -93,52 +91,3 @@ def _find(grid: Sequence[Sequence[str]], mark: str) -> tuple[int, int]:
         if mark in cells:
             return row, cells.index(mark)
     raise DataError(f"a grid with {mark!r}", f"{grid!r:.80}", "correct the column `desc`")
-
-
-_SUDOKU = (
-    "Solve the sudoku: each row, each column and each box holds every number from 1 to {size} once; 0 is an empty "
-    "cell. Fill one or more cells in each turn, a line `row column number` for each (counted from 1), between triple "
-    "backticks."
-)
-
-
-class Sudoku:
-    """A sudoku that is filled over several turns. Reward 1 for the solution.
-
-    A row has `puzzle` and `solution`: lists of lists of numbers, their JSON text, or a text of digits.
-    """
-
-    def __init__(self) -> None:
-        self._grid: list[list[int]] = []
-
-    def reset(self, task: Task) -> tuple[Message, ...]:
-        self._grid, self._solution = (_numbers(task.columns, name) for name in ("puzzle", "solution"))
-        return (Message("system", _SUDOKU.format(size=len(self._grid))), Message("user", self._shown()))
-
-    def step(self, completion: str) -> tuple[tuple[Message, ...], float, bool]:
-        answers, wrong = _ANSWER.findall(completion), list[str]()
-        moves = re.findall(r"(\d+)[ ,]+(\d+)[ ,]+(\d+)", answers[-1]) if answers else []
-        for row, column, number in (map(int, move) for move in moves):
-            inside = 1 <= row <= len(self._grid) and 1 <= column <= len(self._grid)
-            if not inside or self._solution[row - 1][column - 1] != number:
-                wrong.append(f"{row} {column} {number}")
-            else:
-                self._grid[row - 1][column - 1] = number
-        solved = self._grid == self._solution
-        text = f"Wrong: {'; '.join(wrong)}\n" if wrong else "" if moves else "There is no move.\n"
-        return (Message("user", text + self._shown()),), float(solved), solved
-
-    def _shown(self) -> str:
-        return "\n".join(" ".join(map(str, row)) for row in self._grid)
-
-
-def _numbers(columns: Mapping[str, Any], name: str) -> list[list[int]]:
-    value = columns.get(name)
-    if isinstance(value, str) and value.strip().startswith("["):
-        value = json.loads(value)
-    if isinstance(value, str):
-        size = round(len(value) ** 0.5)
-        value = [[int(digit) for digit in value[at : at + size].replace(".", "0")] for at in range(0, len(value), size)]
-    if not isinstance(value, list) or any(len(row) != len(value) for row in value):
-        raise DataError(f"a square of numbers in the column {name!r}", f"{value!r:.80}", "correct the row")
-    return [[int(number) for number in row] for row in value]
