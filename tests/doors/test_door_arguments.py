@@ -18,7 +18,6 @@ CHANGES_NOTHING = {
     "lightrft/objects/step_algorithm.py objectives_at": "version: every step has the same update",
     "lightrft/objects/strategy.py prepare": "is_rlhf: models are prepared alike",
     "lightrft/objects/trainer_engine.py save": "on_copied: training waits",
-    "trinity/objects/started_calls.py throw": "tb: the error has its traceback",
     "trinity/config/registries.py register_module": "lazy: modules of plugins are imported with their folder",
     "trinity/workflow_adapter.py problems": "run: the workflow is found without it",
     "trinity/objects/workflow_model.py generate": "kwargs: texts are refused",

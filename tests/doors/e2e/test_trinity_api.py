@@ -173,7 +173,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         before = {name: getattr(trainer, name) for name in names}
         before["samples"] = list(trainer._sample_exps_to_log)
         before["status"] = trainer.synchronizer.get_trainer_status()
-        await trainer.prepare()
+        trainer.prepare()
         before["prepared_sync"] = trainer.last_trainer_sync_step
         before["prepared"] = trainer.synchronizer.get_trainer_status()
         before["need_sync"] = trainer.need_sync()
@@ -182,7 +182,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         returned["status"], returned["need_sync"] = trainer.synchronizer.get_trainer_status(), trainer.need_sync()
         returned["shutdown"] = await trainer.shutdown()
         broken = Broken(config(directory / "broken", EXPLORED, sync={"style": "dynamic_by_explorer"}))
-        await broken.prepare()
+        broken.prepare()
         broken.last_sync_step = -1
         returned["no_demand"] = broken.need_sync()
         broken.synchronizer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
@@ -373,12 +373,17 @@ FACTS: list[tuple[str, str, Check]] = [
         "its step counts train steps",
         lambda w: (w.returned["wrapper_before"], w.wrapper.train_step_num) == (0, 1),
     ),
-    ("verl-prepare", "prepare is awaited", lambda w: w.returned["prepare"] is None),
     (
-        "verl-metrics",
-        "train_step is awaited and returns metrics",
-        lambda w: w.returned["train_step"]["train/version"] == 1,
+        "verl-prepare",
+        "prepare is a coroutine",
+        lambda w: inspect.iscoroutinefunction(VerlPPOTrainerWrapper.prepare) and w.returned["prepare"] is None,
     ),
+    (
+        "verl-step",
+        "train_step is a coroutine",
+        lambda w: inspect.iscoroutinefunction(VerlPPOTrainerWrapper.train_step),
+    ),
+    ("verl-metrics", "train_step returns metrics", lambda w: w.returned["train_step"]["train/version"] == 1),
     ("verl-save", "save_checkpoint saves the step", lambda w: steps(w.directory / "alone") == [1]),
     ("verl-save-none", "save_checkpoint returns nothing", lambda w: w.returned["save_checkpoint"] is None),
     (

@@ -210,7 +210,7 @@ async def test_an_engine_of_seven_members_trains_the_demo_task(tmp_path: Path) -
         "evaluation": {"taskset": "test", "sampling": {"max_new_tokens": 4, "temperature": 0.0}},
     }
     trainer = Trainer(config(tmp_path, SUPERVISED, **changes))
-    await trainer.prepare()
+    trainer.prepare()
     await trained(trainer)
     await trainer.shutdown()
     measured = [row["eval/test/accuracy"] for row in rows(tmp_path) if "eval/test/accuracy" in row]
@@ -232,7 +232,7 @@ async def test_an_explorer_samples_with_the_weights_of_a_users_engine(
     trainer = Trainer(config(tmp_path, EXPLORED, **changes))
     engine: Any = trainer.engine
     assert type(engine).__name__ == name
-    await trainer.prepare()
+    trainer.prepare()
     await trained(trainer)
     await trainer.shutdown()
     assert len(engine.differences) == 3
@@ -345,13 +345,13 @@ async def test_the_built_in_engine_takes_experiences_or_a_list_of_them(tmp_path:
     engine = get_trainer_wrapper(config(tmp_path, EXPLORED))
     assert isinstance(engine, VerlPPOTrainerWrapper)
     assert engine.train_step_num == 0
-    engine.prepare()
-    going_on, metrics = engine.train_step(Experiences.gather_experiences(experiences()))
-    assert (going_on, metrics["train/version"], engine.train_step_num) == (True, 1, 1)
+    await engine.prepare()
+    metrics = await engine.train_step(Experiences.gather_experiences(experiences()))
+    assert (metrics["train/version"], engine.train_step_num) == (1, 1)
     assert (await engine.train_step(experiences()))["train/version"] == 2
     for wrong in ([1, 2], "text", {"tokens": []}, [Group.__new__(Group)]):
         with refused(DataError, "Experiences", "gather_experiences"):
-            engine.train_step(wrong)
+            await engine.train_step(wrong)
     assert engine.processor is None
     assert engine.post_process_batch(batch := object()) is batch
     engine.shutdown()
@@ -369,7 +369,7 @@ async def test_saves_are_the_runs_and_do_not_block_unless_told_to(tmp_path: Path
 
     inner.save = slow
     for step in (1, 2, 3):
-        engine.train_step(experiences())
+        await engine.train_step(experiences())
         engine.save_checkpoint()
         assert step not in steps(tmp_path)  # training may go on, and the files are yet to be written
         allowed.set()
@@ -383,7 +383,7 @@ async def test_saves_are_the_runs_and_do_not_block_unless_told_to(tmp_path: Path
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface" / "step-000003").num_parameters() > 0
     engine.shutdown()
     again = VerlPPOTrainerWrapper(config(tmp_path, EXPLORED))
-    again.prepare()
+    await again.prepare()
     assert again.train_step_num == 3
     again.shutdown()
     trainer = Trainer(config(tmp_path, EXPLORED, schedule={**EXPLORED["schedule"], "steps": 4}))
@@ -392,9 +392,9 @@ async def test_saves_are_the_runs_and_do_not_block_unless_told_to(tmp_path: Path
     await trainer.shutdown()
 
 
-def test_weights_are_offered_and_the_board_is_told(tmp_path: Path) -> None:
+async def test_weights_are_offered_and_the_board_is_told(tmp_path: Path) -> None:
     engine = VerlPPOTrainerWrapper(config(tmp_path / "memory", EXPLORED))
-    engine.prepare()
+    await engine.prepare()
     engine.upload_state_dict()
     assert engine.run is not None
     assert engine.run.synchronizer.published == engine.run.channel.versions == (0,)
@@ -404,8 +404,8 @@ def test_weights_are_offered_and_the_board_is_told(tmp_path: Path) -> None:
     engine.shutdown()
 
     engine = VerlPPOTrainerWrapper(config(tmp_path / "files", EXPLORED, sync={"method": "checkpoint"}))
-    engine.prepare()
-    engine.train_step(experiences())
+    await engine.prepare()
+    await engine.train_step(experiences())
     engine.save_state_dict()
     assert engine.run is not None
     assert engine.run.synchronizer.published == (1,)
@@ -511,7 +511,7 @@ async def test_a_config_of_trinitys_shape_names_trainer_and_engine(own: bool, tm
         },
     }
     trainer = Trainer(said)
-    await trainer.prepare()
+    trainer.prepare()
     assert await trained(trainer) == "polaris"
     assert trainer.train_step_num == 3
     assert steps(tmp_path / "runs" / "sums" / "first") == [2, 3]
@@ -543,8 +543,8 @@ async def test_the_ranks_that_the_config_asks_for_train(address: str, tmp_path: 
     assert engine.run is not None
     assert engine.run.ranks is not None
     assert len(engine.run.ranks.actors.names) == 2
-    engine.prepare()
-    engine.train_step(experiences())
+    await engine.prepare()
+    await engine.train_step(experiences())
     engine.upload_state_dict()
     assert engine.run.synchronizer.published == (1,)
     engine.save_checkpoint(block_until_saved=True)

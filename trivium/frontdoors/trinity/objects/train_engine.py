@@ -7,13 +7,12 @@ import inspect
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from trivium.foundation.errors import TriviumError
 from trivium.foundation.metrics import declare_missing
 from trivium.frontdoors.trinity.objects.experiences import Experiences
-from trivium.frontdoors.trinity.objects.started_calls import Call
 from trivium.types import Metrics
 
 
@@ -62,7 +61,7 @@ class TrainEngineWrapper(ABC):
 
 
 class EngineCalls:
-    """Calls an engine's methods, plain or coroutines, from threads."""
+    """Calls an engine's methods, plain or awaitable, from threads."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -71,15 +70,13 @@ class EngineCalls:
     def __call__(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
         """Calls the method and returns its result. Blocks."""
         answer = method(*args, **options)
-        if isinstance(answer, Call):
-            return answer.result()
-        if not inspect.iscoroutine(answer):
+        if not inspect.isawaitable(answer):
             return answer
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="train-engine", daemon=True)
             self._thread.start()
-        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(_awaited(answer), self._loop).result()
 
     def close(self) -> None:
         """Ends the event loop."""
@@ -88,6 +85,10 @@ class EngineCalls:
             self._thread.join()
             self._loop.close()
             self._loop = None
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
 
 
 def takes_list(method: Callable[..., Any]) -> bool:

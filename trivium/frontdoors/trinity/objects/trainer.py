@@ -19,7 +19,6 @@ from trivium.frontdoors.trinity.monitor_views import MonitorView, prefix_metrics
 from trivium.frontdoors.trinity.objects.core_trainer import CoreTrainer, WrappedEngine
 from trivium.frontdoors.trinity.objects.run_parts import name_of_trainer, opened, run_config_of, sync_method_of
 from trivium.frontdoors.trinity.objects.sample_strategies import SampleStrategyView, strategy_of
-from trivium.frontdoors.trinity.objects.started_calls import Call, done
 from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.objects.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
 from trivium.loops import run as run_loops
@@ -110,15 +109,13 @@ class Trainer:
 
     # ------------------------------------------------------------------ training
 
-    def prepare(self) -> Call[None]:
-        """Prepares the engine, opens the run to explorers and sets the trainer's status to RUNNING. The result may be
-        awaited."""
+    def prepare(self) -> None:
+        """Prepares the engine, opens the run to explorers and sets the trainer's status to RUNNING."""
         if not self._is_prepared:
             self.core.prepare()
             self._run.open_board()
             self._closing.enter_context(self.synchronizer.heartbeat(TRAINER))
             self._is_prepared = True
-        return done()
 
     async def train(self) -> str:
         """Trains to the end, with an explorer beside it unless the mode is `train`; returns the trainer's name. Sets
@@ -186,9 +183,9 @@ class Trainer:
         weights are offered. Called with `trainer.enable_preview`."""
         self.core.default_preview(samples)
 
-    def save_checkpoint(self, block_until_saved: bool = False, save_as_hf: bool = False) -> Call[None]:
-        """Saves this step, unless it is saved already: the engine by its own method, and the rest of the run's state.
-        The result may be awaited."""
+    def save_checkpoint(self, block_until_saved: bool = False, save_as_hf: bool = False) -> None:
+        """Saves this step, unless it is saved already: the engine by its own method, and the rest of the run's
+        state."""
         if isinstance(self.engine, VerlPPOTrainerWrapper):
             self.engine.save_checkpoint(block_until_saved, save_as_hf)
         elif self.train_step_num not in self._run.store.steps():
@@ -196,7 +193,6 @@ class Trainer:
             self.core.wrapped.calls(self.engine.save_checkpoint, block_until_saved=block_until_saved, **options)
             added = self.core.run_state()
             run_here(self._run.store.save(self.train_step_num, added.write, added.state))
-        return done()
 
     # ------------------------------------------------------------------ the end
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from trivium.foundation.errors import ConfigError, TriviumError
 from trivium.foundation.registry import resolve
 from trivium.frontdoors.trinity.objects.experiences import Experience, Experiences, batch_of
 from trivium.frontdoors.trinity.objects.run_parts import RunParts, engine_kind, parts_in, run_config_of
-from trivium.frontdoors.trinity.objects.started_calls import Call, Stepped
 from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
 from trivium.loops import train_step
 from trivium.planning.memory_estimate import kept_versions
@@ -27,7 +26,7 @@ from trivium.protocols import TrainEngine, WeightChannel
 from trivium.runtime.build import build_schedule
 from trivium.runtime.run_dir import as_saved, open_run_dir
 from trivium.training.engine import TorchTrainEngine
-from trivium.types import TRAINER, Batch, SyncMethod, capabilities_of
+from trivium.types import TRAINER, Batch, Metrics, SyncMethod, capabilities_of
 
 
 class UnknownTrainer(ConfigError, NotImplementedError):
@@ -58,8 +57,6 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
         """Returns the state that a Trainer adds to every checkpoint."""
         self.keep: Callable[[Batch], None] | None = None
         """Gets the experiences of a step with all computed columns, before the first update."""
-        self._call: Call[Any] | None = None
-        """The last call of `prepare` or `train_step`."""
         self._writer = ThreadPoolExecutor(1, "trivium-save")
         self._writing: Future[None] | None = None
         self._saving_step = -1
@@ -77,12 +74,9 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
                 self.run = parts_in(run_dir, config, ExitStack())
         self.engine = self.run.train_engine()
 
-    def prepare(self) -> Call[None]:
-        """Loads the models, and the latest checkpoint of the run directory if there is one. A coroutine: within an
-        event loop, a thread does it."""
-        self._settle()
-        self._call = Call(self._load)
-        return self._call
+    async def prepare(self) -> None:
+        """Loads the models, and the latest checkpoint of the run directory if there is one, in a thread."""
+        await asyncio.to_thread(self._load)
 
     def _load(self) -> None:
         if self.engine is None:
@@ -99,9 +93,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
 
     @property
     def train_step_num(self) -> int:
-        """The number of train steps taken. Waits for a call of `prepare` that is not awaited."""
-        if not isinstance(self._call, Stepped | None) and not self._call.is_read:
-            self._settle()
+        """The number of train steps taken."""
         return self.engine.version if self.engine is not None else 0
 
     @cached_property
@@ -118,15 +110,12 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
 
     # ------------------------------------------------------------------ training
 
-    def train_step(  # pyright: ignore[reportIncompatibleMethodOverride]  (each API document has its name)
+    async def train_step(  # pyright: ignore[reportIncompatibleMethodOverride]  (each API document has its name)
         self, batch_exps: Experiences | list[Experience]
-    ) -> Stepped:
-        """Takes one step. A coroutine that returns the metrics: within an event loop, a thread takes the step. Its
-        result can also be unpacked, as `(True, metrics)`. Raises DataError for anything but experiences."""
+    ) -> Metrics:
+        """Takes one step in a thread, and returns its metrics. Raises DataError for anything but experiences."""
         run, engine = self._prepared()
-        step = partial(train_step, engine, batch_of(batch_exps), run.algorithm, self.keep)
-        self._call = stepped = Stepped(step)
-        return stepped
+        return await asyncio.to_thread(train_step, engine, batch_of(batch_exps), run.algorithm, self.keep)
 
     def post_process_batch(self, batch: Any) -> Any:
         """Returns the batch unchanged: the model computes the positions of text and images itself."""
@@ -237,7 +226,6 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
     def shutdown(self) -> None:
         """Completes the save in progress, frees the models and ends the ranks."""
         try:
-            self._settle()
             self.wait_for_save()
         finally:
             self._writer.shutdown()
@@ -246,15 +234,9 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
             if self.run is not None and self.state_of_run is None:
                 self.run.closing.close()
 
-    def _settle(self) -> None:
-        """Waits for the call of `prepare` or `train_step` in progress. Raises its error, unless it was raised."""
-        if self._call is not None:
-            self._call.settle()
-
     def _prepared(self) -> tuple[RunParts, TrainEngine]:
-        self._settle()
         if self.run is None or self.engine is None:
-            raise TriviumError(f"{type(self).__name__}", "its workers are not there", "call prepare() first")
+            raise TriviumError(f"{type(self).__name__}", "its workers are not there", "await prepare() first")
         return self.run, self.engine
 
 
