@@ -92,7 +92,6 @@ PACKAGE_CYCLES = {("cli", "frontdoors")}
 
 SAME_BASENAME = {
     "__main__": "what `python -m` runs of a package",
-    "actors": "what other processes call: on Ray, and by the names of Trinity's users",
     "algorithm_section": "how a front door translates the section that names the algorithm",
     "answers": "what a process answers to a call of another one",
     "base": "what the functions of one folder share",

@@ -1,4 +1,4 @@
-"""A board holds JSON values, changes as a whole, and wakes who waits: in one process, a database, and a file."""
+"""A board holds JSON values, changes as a whole, and wakes who waits: in one process, and in a database."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ import pytest
 
 from tests.waiting import until
 from trivium.buffers.sql.database import Database, SqlTable
-from trivium.foundation.board import Board, FileTable, MemoryBoard, SharedBoard, Values
+from trivium.foundation.board import Board, MemoryBoard, SharedBoard, Values
 
 Boards = Callable[[], Board]
 """Ends of one board, as different roles hold them."""
 
 
-@pytest.fixture(params=["memory", "database", "file"])
+@pytest.fixture(params=["memory", "database"])
 def boards(request: pytest.FixtureRequest, tmp_path: Path) -> Boards:
     if request.param == "memory":
         board = MemoryBoard()
         return lambda: board
-    if request.param == "file":
-        return lambda: SharedBoard(FileTable(tmp_path / "board"))
     return lambda: SharedBoard(SqlTable(Database(f"sqlite:///{tmp_path / 'board.db'}"), "run"))
 
 

@@ -326,14 +326,11 @@ def start_host(
     *,
     namespace: str,
     num_gpus: float = 0,
-    existing: bool = False,
     kind: type[Host] = Host,
-    detached: bool = False,
 ) -> ActorHandle[Host]:
     """Starts an actor that hosts an object, which is built later. Ray kills the actor when the process that started it
-    ends, unless it is `detached`."""
-    options = _options(name, namespace, num_gpus) | {"max_concurrency": MAX_CONCURRENCY, "get_if_exists": existing}
-    options |= {"lifetime": "detached"} if detached else {}
+    ends."""
+    options = _options(name, namespace, num_gpus) | {"max_concurrency": MAX_CONCURRENCY}
     handle: Any = ray.remote(kind).options(**options).remote(name, run_dir, threads)
     return handle
 

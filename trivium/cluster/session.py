@@ -74,11 +74,11 @@ def ray_session(config: RunConfig, *_: object) -> Generator[TrainStage]:
             ray.shutdown()
 
 
-def connect(*options: Mapping[str, Any]) -> None:
+def connect(*options: Mapping[str, Any], purpose: str = "worker groups") -> None:
     """Connects this process to Ray unless it is connected. `options` are mappings with arguments of `ray.init`, or with
     a mapping of them under `ray_init`.
 
-    An instance that is started here ends with the process. Raises MissingPackage without Ray.
+    An instance that is started here ends with the process. Raises MissingPackage without Ray, which `purpose` needs.
     """
     # After its import, Ray reads only this one.
     names = ["RAY_USAGE_STATS_ENABLED"] if "ray" in sys.modules else [*PRIVATE]
@@ -86,7 +86,7 @@ def connect(*options: Mapping[str, Any]) -> None:
     try:
         import ray
     except ImportError as error:
-        raise MissingPackage("ray", "ray", "worker groups") from error
+        raise MissingPackage("ray", "ray", purpose) from error
     if ray.is_initialized():
         return
     arguments: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.WARNING}

@@ -12,7 +12,6 @@ from typing import Any
 import ray
 import torch
 
-from trivium.cluster.actors import Proxy
 from trivium.models.weights.stream import BUCKET_BYTES, Named, drained, groups, raw, spec, type_named, unique
 from trivium.protocols import TensorSpec, Weights
 from trivium.sync.hashes import digests, joined, verify
@@ -70,8 +69,8 @@ def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], st
 class ObjectStoreChannel:
     """The sync method `memory` between processes of one Ray cluster."""
 
-    def __init__(self, store: Proxy, *, keep: int) -> None:
-        """`store` is a proxy of the run's weight table."""
+    def __init__(self, store: Any, *, keep: int) -> None:
+        """`store` is the run's weight table (`BoardAndWeights`), or a proxy of it."""
         self._store, self._keep, self.offered = store, keep, ""
 
     def offer(self, version: int, weights: Weights) -> bool:

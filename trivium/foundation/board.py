@@ -1,6 +1,6 @@
 """Board: a small shared table of JSON values that roles write to and wait on.
 
-`MemoryBoard` is for one process. `SharedBoard` uses an external table (a Ray actor, a database row, a file) with
+`MemoryBoard` is for one process. `SharedBoard` uses an external table (a Ray actor, a database row) with
 compare-and-swap.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import threading
 import time
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from trivium.foundation.atomic import writing
 from trivium.foundation.errors import SyncError
 
 Values = Mapping[str, Any]
@@ -119,57 +117,10 @@ class SharedBoard:
                 return values
 
 
-_LOOK_S = 0.02
-"""Seconds between two reads of the file in a wait."""
+_LOOK_S = 0.002
+"""Seconds between two attempts to lock a file."""
 _LOCKED_S = 60.0
-"""How long another process may lock the file, which it does only to read and write it."""
-
-
-class FileTable:
-    """A table for processes on one machine: a file in `directory`, which must be used for nothing else.
-
-    Its content lasts until the last process that opened it ends, whether normally or not.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / "table.json"
-        self._users = os.open(directory / "users", os.O_RDWR | os.O_CREAT, 0o600)
-        """Locked by every process that has the table open; the system unlocks it when the last of them ends."""
-        with locked(self._path):
-            try:
-                fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._path.unlink(missing_ok=True)
-            except BlockingIOError:
-                pass  # another process uses it
-            fcntl.flock(self._users, fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        """Closes the table in this process."""
-        os.close(self._users)
-
-    def load(self) -> tuple[int, Values]:
-        try:
-            revision, values = json.loads(self._path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return 0, {}
-        return revision, values
-
-    def swap(self, revision: int, values: Values) -> bool:
-        with locked(self._path):
-            if self.load()[0] != revision:
-                return False
-            staging = self._path.with_suffix(".writing")
-            with writing(self._path):
-                staging.write_text(json.dumps([revision + 1, values]), encoding="utf-8")
-                staging.replace(self._path)
-            return True
-
-    async def changed(self, revision: int, patience_s: float) -> tuple[int, Values]:
-        end = time.monotonic() + patience_s
-        while (row := self.load())[0] <= revision and (left := end - time.monotonic()) > 0:
-            await asyncio.sleep(min(_LOOK_S, left))
-        return row
+"""How long another process may lock a file, which it does only to read and write it."""
 
 
 @contextmanager
@@ -190,7 +141,7 @@ def locked(path: Path, patience_s: float = _LOCKED_S) -> Generator[None]:
                         f"another process has held it for {patience_s:.0f} s",
                         "check whether a process that uses this directory is stopped; end it or continue it",
                     ) from error
-                time.sleep(_LOOK_S / 10)
+                time.sleep(_LOOK_S)
         yield
     finally:
         os.close(lock)

@@ -1,7 +1,7 @@
 """RunRole: the part of a trainer or an explorer in a run, over a Board. It joins and leaves, sends heartbeats, detects
 the death of other roles, and waits for them with a deadline.
 
-The board is an object in one process, a Ray actor, a database row or a file. All ways of running share this code.
+The board is an object in one process, a Ray actor or a database row. All ways of running share this code.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +18,6 @@ class Seven(TrainEngineWrapper):
 
     def __init__(self, config):
         self.config, self.steps, self.calls, self.differences = config, 0, [], []
-        self.synchronizer = Synchronizer.get_actor(config)
 
     def prepare(self):
         self.calls.append("prepare")
@@ -85,3 +85,15 @@ class Modern(Seven):
         assert all(len(e.logprobs) == len(e.advantages) == len(e.tokens) - e.prompt_length for e in batch_exps)
         _, metrics = super().train_step(Experiences.gather_experiences(batch_exps))
         return metrics
+
+
+class OnRay(Seven):
+    """The same with the actor of the documents."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.synchronizer = Synchronizer.get_actor(config)
+
+    def upload_state_dict(self):
+        self.calls.append(f"upload {self.steps}")
+        ray.get(self.synchronizer.set_model_state_dict.remote(self.model.state_dict(), self.steps))

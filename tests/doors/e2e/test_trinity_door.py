@@ -556,3 +556,18 @@ async def test_the_ranks_that_the_config_asks_for_train(address: str, tmp_path: 
     await trainer.shutdown()
     assert steps(tmp_path / "run") == [3]
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+async def test_a_users_engine_on_ray_passes_its_weights_to_the_actor(address: str, tmp_path: Path) -> None:
+    cluster = {"kind": "ray", "address": address, "threads": 1}
+    kind = ENGINE.replace(":Seven", ":OnRay")
+    for steps in (2, 3):  # the second trainer continues the run with an actor of its own
+        schedule = {**EXPLORED["schedule"], "steps": steps}
+        trainer = Trainer(config(tmp_path, EXPLORED, cluster=cluster, train={"kind": kind}, schedule=schedule))
+        engine: Any = trainer.engine
+        await trained(trainer)
+        assert ray.get(trainer.synchronizer.get_latest_model_version.remote()) == steps
+        assert ray.get(trainer.synchronizer.get_trainer_status.remote()) is RunningStatus.STOPPED
+        await trainer.shutdown()
+        assert max(engine.differences) < 1e-4
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]

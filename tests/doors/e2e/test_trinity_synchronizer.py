@@ -1,25 +1,24 @@
-"""Trinity-RFT's Synchronizer is one for all processes of a namespace, with Ray and without."""
+"""Trinity-RFT's Synchronizer: a Ray actor for all processes of a namespace, an object beside a Trainer."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import ray
 import torch
 
-from tests.doors.e2e.trinity_savers import Start, forked
 from tests.failing import refused
 from tests.processes import ROOT
 from tests.waiting import eventually
 from trivium.config import RunConfig, config_from_mapping, load_config
-from trivium.foundation.errors import ConfigError, SyncError, UnknownName
+from trivium.foundation.board import MemoryBoard
+from trivium.foundation.errors import ConfigError, MissingPackage, SyncError, UnknownName
 from trivium.frontdoors.trinity import Experiences, RunningStatus, Synchronizer, TrainEngineWrapper, Trainer
-from trivium.frontdoors.trinity.objects.boards.actors import forget
-from trivium.types import SyncStyle
+from trivium.frontdoors.trinity.objects.boards.run_synchronizer import options_of
 
 RUNNING, REQUIRE, WAITING, STOPPED = (
     RunningStatus.RUNNING,
@@ -34,6 +33,10 @@ def config_in(directory: Path, *changes: str) -> RunConfig:
     return load_config(ROOT / "tests" / "e2e" / "tiny.yaml", overrides)
 
 
+def object_in(directory: Path, deadline_s: float) -> Synchronizer:
+    return Synchronizer(MemoryBoard(), **options_of(config_in(directory, f"sync.deadline_s={deadline_s}")))
+
+
 def counts(synchronizer: Synchronizer) -> dict[RunningStatus, int]:
     return {status: n for status, n in synchronizer.get_explorer_status_counts().items() if n}
 
@@ -43,88 +46,51 @@ def counts(synchronizer: Synchronizer) -> dict[RunningStatus, int]:
 
 def explore(directory: str) -> None:
     """An explorer of another process: by the namespace alone."""
-    synchronizer = Synchronizer.get_actor(namespace=directory)
-    assert (synchronizer.style, synchronizer.deadline_s) == (SyncStyle.DYNAMIC_BY_EXPLORER, 120)
-    synchronizer.set_explorer_status(RUNNING)
-    assert asyncio.run(synchronizer.wait_new_model_state_dict(0)) == 4
-    weights, version = synchronizer.get_model_state_dict()
+    synchronizer: Any = Synchronizer.get_actor(namespace=directory)
+    ray.get(synchronizer.set_explorer_status.remote(RUNNING))
+    assert ray.get(synchronizer.wait_new_model_state_dict.remote(0)) == 4
+    weights, version = ray.get(synchronizer.get_model_state_dict.remote())
     assert version == 4
-    assert weights is not None
     assert torch.equal(weights["a"], torch.arange(6.0).reshape(2, 3))
-    assert synchronizer.get_state_dict_meta() == [("a", "torch.float32", (2, 3)), ("b", "torch.bfloat16", (1,))]
-    assert asyncio.run(synchronizer.ready_to_nccl_sync("explorer", 4)) == 5
-    os.kill(os.getpid(), signal.SIGKILL)
+    described = ray.get(synchronizer.get_state_dict_meta.remote())
+    assert described == [("a", "torch.float32", (2, 3)), ("b", "torch.bfloat16", (1,))]
+    assert ray.get(synchronizer.ready_to_nccl_sync.remote("explorer", 4)) == 5
+    ray.get(synchronizer.set_explorer_status.remote(STOPPED, old_status=RUNNING))
 
 
-def test_processes_share_statuses_weights_and_exchanges(start: Start, directory: Path) -> None:
+def test_processes_share_statuses_weights_and_exchanges(connected: None, directory: Path) -> None:
     config = config_in(directory, "sync.style=dynamic_by_explorer", "sync.deadline_s=120")
     with refused(UnknownName, "synchronizer"):
         Synchronizer.get_actor(namespace=str(directory))
-    synchronizer = Synchronizer.get_actor(config)
-    assert synchronizer.get_trainer_status() is STOPPED
-    assert Synchronizer.get_actor(namespace=str(directory)) is synchronizer
+    synchronizer: Any = Synchronizer.get_actor(config)
+    assert ray.get(synchronizer.get_trainer_status.remote()) is STOPPED
+    assert Synchronizer.get_actor(namespace=str(directory))._actor_id == synchronizer._actor_id
     with refused(ConfigError, "style", "'fixed'"):
         Synchronizer.get_actor(config_in(directory))
-    synchronizer.set_trainer_status(RUNNING)
-    end = start(explore)
-    eventually(synchronizer.explorer_requires_sync, 120, lambda: str(counts(synchronizer)))
-    synchronizer.set_model_state_dict({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1).bfloat16()}, 4)
-    assert asyncio.run(synchronizer.ready_to_nccl_sync("trainer", 5)) == 5
-    assert synchronizer.get_latest_model_version() == 5
-    assert synchronizer.get_trainer_status() is RUNNING
-    assert end() == -9
-    eventually(lambda: counts(synchronizer) == {STOPPED: 1}, 120, lambda: str(counts(synchronizer)))
-    assert asyncio.run(synchronizer.ready_to_nccl_sync("trainer", 6)) is None  # its only explorer is gone
-    assert synchronizer.get_latest_model_version() == 5  # and nothing was delivered
-    forget(str(directory))
-
-
-def train(directory: str) -> None:
-    """A trainer of another process that is killed."""
-    Synchronizer.get_actor(namespace=directory).set_trainer_status(REQUIRE)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_trainer_whose_process_is_gone_is_stopped(directory: Path) -> None:
-    synchronizer = Synchronizer.get_actor(config_in(directory))
-    synchronizer.set_trainer_status(RUNNING)
-    with forked(directory) as start:
-        assert start(train)() == -9
-    assert synchronizer.board.read()["trainer"] == REQUIRE.value
-    assert synchronizer.get_trainer_status() is STOPPED
-    synchronizer.set_trainer_status(RUNNING)
-    assert synchronizer.get_trainer_status() is RUNNING
-    forget(str(directory))
-
-
-def as_users_of_ray_do(directory: str) -> None:
-    import ray
-
-    synchronizer: Any = Synchronizer.get_actor(namespace=directory)
-    ray.get(synchronizer.set_explorer_status.remote(RUNNING))
-    ray.get(synchronizer.set_explorer_status.remote(REQUIRE, old_status=RUNNING))
-    assert ray.get(synchronizer.wait_new_model_state_dict.remote(0)) == 3
-
-
-def test_calls_as_users_of_ray_write_them(ray_address: str, directory: Path) -> None:
-    import ray
-
-    ray.init(ray_address, logging_level="ERROR", log_to_driver=False)
-    synchronizer: Any = Synchronizer.get_actor(config_in(directory))
     ray.get(synchronizer.set_trainer_status.remote(RUNNING))
-    exploring = ray.remote(num_cpus=0)(as_users_of_ray_do).remote(str(directory))
-    eventually(
-        lambda: ray.get(synchronizer.get_explorer_status_counts.remote())[REQUIRE] == 1, 120, lambda: "none requires"
-    )
+    exploring = ray.remote(num_cpus=0)(explore).remote(str(directory))
+    eventually(lambda: ray.get(synchronizer.explorer_requires_sync.remote()), 120, lambda: "none requires")
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1).bfloat16()}
 
-    async def publish() -> None:
-        await synchronizer.set_model_state_dict.remote(None, 3)
-        assert await synchronizer.get_latest_model_version.remote() == 3
+    async def exchanged() -> None:
+        await synchronizer.set_model_state_dict.remote(weights, 4)
+        assert await synchronizer.ready_to_nccl_sync.remote("trainer", 5) == 5
+        assert await synchronizer.get_latest_model_version.remote() == 5
+        assert await synchronizer.get_trainer_status.remote() is RUNNING
 
-    asyncio.run(publish())
+    asyncio.run(exchanged())
     ray.get(exploring, timeout=60)
-    assert ray.get(synchronizer.get_explorer_status_counts.remote())[RUNNING] == 1
-    ray.shutdown()
+    assert ray.get(synchronizer.get_explorer_status_counts.remote())[STOPPED] == 1
+    assert ray.get(synchronizer.ready_to_nccl_sync.remote("trainer", 6)) is None  # its only explorer has stopped
+    assert ray.get(synchronizer.get_latest_model_version.remote()) == 5  # and nothing was delivered
+
+
+def test_an_actor_needs_the_extra_for_ray(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with refused(MissingPackage, "synchronizer", "trivium[ray]"):
+        Synchronizer.get_actor(config_in(directory))
+    with refused(ConfigError, "namespace"):
+        Synchronizer.get_actor()
 
 
 # --------------------------------------------------------------------------- what happens when (reference 1.11)
@@ -132,12 +98,11 @@ def test_calls_as_users_of_ray_write_them(ray_address: str, directory: Path) -> 
 
 @pytest.fixture
 def alone(directory: Path) -> Any:
-    yield Synchronizer.get_actor(config_in(directory, "sync.deadline_s=120"))
-    forget(str(directory))
+    return object_in(directory, 120)
 
 
 async def test_waiting_in_vain_leaves_the_statuses_as_they_were(directory: Path) -> None:
-    hasty = Synchronizer.get_actor(config_in(directory, "sync.deadline_s=0.2"))
+    hasty = object_in(directory, 0.2)
     hasty.set_trainer_status(RUNNING)
     for _ in range(2):
         assert await hasty.ready_to_nccl_sync("trainer", 1) is None  # there is no explorer
@@ -149,7 +114,6 @@ async def test_waiting_in_vain_leaves_the_statuses_as_they_were(directory: Path)
         assert await hasty.ready_to_nccl_sync("trainer", 1) is None
         assert (counts(hasty), hasty.get_trainer_status()) == ({RUNNING: 1}, RUNNING)
         assert hasty.get_latest_model_version() == 0
-    forget(str(directory))
 
 
 async def test_waiting_for_a_version(alone: Synchronizer) -> None:
@@ -214,8 +178,8 @@ def test_statuses_are_counted_and_what_is_not_there_says_why(alone: Synchronizer
     with refused(SyncError, "publish version"):
         alone.set_model_state_dict(None, 6)
     assert alone.get_model_state_dict() == (None, 7)
-    with pytest.raises(AttributeError, match=r"sync\.method nccl makes the group"):
-        alone.setup_weight_sync_group("127.0.0.1", 1)
+    with refused(SyncError, "weights of step 8", "get_actor"):
+        alone.set_model_state_dict({"a": torch.zeros(1)}, 8)
     alone.open()  # a trainer begins: explorers that are there already stay
     assert alone.get_explorer_status_counts()[RUNNING] == 1
 
@@ -237,7 +201,7 @@ class Counting(TrainEngineWrapper):
     """A user's engine that trains nothing."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.step, self.uploaded = config, 0, list[int]()
+        self.step, self.uploaded = 0, list[int]()
 
     def prepare(self) -> None: ...
 
@@ -255,7 +219,7 @@ class Counting(TrainEngineWrapper):
 
     def upload_state_dict(self) -> None:
         self.uploaded.append(self.step)
-        Synchronizer.get_actor(self.config).set_model_state_dict({"step": torch.tensor([self.step])}, self.step)
+        self.synchronizer.set_model_state_dict({"step": torch.tensor([self.step])}, self.step)
 
     def save_state_dict(self) -> None: ...
 
@@ -273,11 +237,11 @@ async def test_a_trainer_that_reads_files_offers_its_weights_at_every_interval(t
         schedule={"steps": 5, "groups_per_step": 2, "group_size": 1, "max_staleness": 1},
         sync={"interval": 2},
     )
-    assert trainer.synchronizer is Synchronizer.get_actor(trainer.config)
+    assert trainer.synchronizer is trainer.engine.synchronizer
     await trainer.train()
     assert cast(Any, trainer.engine).uploaded == [0, 2, 4]
     assert trainer.synchronizer.get_latest_model_version() == 4
-    weights, _ = Synchronizer.get_actor(trainer.config).get_model_state_dict()
+    weights, _ = trainer.synchronizer.get_model_state_dict()
     assert weights is not None
     assert weights["step"].tolist() == [4]
     await trainer.shutdown()
@@ -295,7 +259,7 @@ async def test_a_trainer_answers_an_explorer_before_its_interval_is_over(style: 
     trainer.prepare()
     await trainer.train_step()
     assert not trainer.need_sync()
-    synchronizer = Synchronizer.get_actor(trainer.config)
+    synchronizer = trainer.synchronizer
     synchronizer.set_explorer_status(REQUIRE)
     assert trainer.need_sync()
     trainer.sync_weight()

@@ -1,14 +1,9 @@
 """Trinity-RFT's CheckpointMonitor: a save is complete once it is announced and all its savers have finished, in any
-order; savers take turns; what a dead saver was saving never counts."""
+order; savers take turns."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,33 +16,13 @@ from hypothesis import strategies as st
 from tests.failing import refused
 from trivium.checkpoint.store import CheckpointStore
 from trivium.foundation.atomic import MANIFEST
-from trivium.foundation.concurrency import ProcessLife
-from trivium.foundation.errors import RunDirError, SyncError
+from trivium.foundation.errors import DataError, RunDirError, SyncError
 from trivium.frontdoors.trinity import CheckpointMonitor
-from trivium.frontdoors.trinity.objects.boards.ray_actors import USER_S, NamespaceHost
-from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared
-from trivium.frontdoors.trinity.objects.boards.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
 from trivium.types import SaveStrategy
 
 
 def monitor(directory: Path, strategy: SaveStrategy = SaveStrategy.UNRESTRICTED, **more: Any) -> CheckpointMonitor:
     return CheckpointMonitor(strategy, str(directory), **more)
-
-
-def state_of(target: CheckpointMonitor) -> SaveState:
-    return SaveState.of(target.board.read())
-
-
-def saver_of(target: CheckpointMonitor, life: ProcessLife, step: int) -> None:
-    """A process registers and queues one saver of a step, through its own monitor over the same board."""
-
-    def change(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        state = SaveState.of(values)
-        state.register(step, {CHECKPOINT: 1, STATE_DICT: 0}, life)
-        state.admit(state.enqueue(Saver("n0", f"doomed on {life.host}", life)))
-        return {**values, **state.values()}
-
-    target.board.write(change)
 
 
 # --------------------------------------------------------------------------- what is complete
@@ -103,8 +78,8 @@ def test_complete_is_announced_and_everybody_done_in_any_order(
                 complete = max(complete, step)
             assert target.latest_checkpoint_step == complete
         assert complete == len(saves)
-        assert state_of(target).steps == {}  # counters of finished steps are forgotten
-        assert state_of(target).savers == {}
+        assert target._state.steps == {}  # counters of finished steps are forgotten
+        assert target._state.savers == {}
 
     asyncio.run(play())
 
@@ -283,90 +258,7 @@ async def test_no_wait_is_without_a_deadline_and_it_names_both_sides(tmp_path: P
         await target.completed(8)
 
 
-# --------------------------------------------------------------------------- death
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    """A real process that saves for ever."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield child
-    child.kill()
-    child.wait()
-
-
-@pytest.mark.parametrize("strategy", SaveStrategy)
-async def test_a_saver_killed_while_it_writes_gives_up_its_turn_and_its_step(
-    strategy: SaveStrategy, process: subprocess.Popen[bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    target = monitor(tmp_path, strategy)
-    await target.register_thread_count(5, checkpoint_thread_count=1)
-    saver_of(target, life := ProcessLife.of(process.pid), 5)
-    await target.monitor_step(5)
-    os.kill(process.pid, signal.SIGKILL)  # nobody waits for it: a zombie is dead, too
-
-    async with asyncio.timeout(60):
-        await target.notify_started("n1", "other")
-        await target.notify_finished(5)
-        with refused(RunDirError, f"doomed on {life.host}"):
-            await target.completed(5)
-    await target.notify_finished(5)  # whatever anybody still says of it
-    await target.register_thread_count(5, checkpoint_thread_count=1)
-    await target.notify_finished(5)
-    await target.monitor_step(5)
-    assert target.latest_checkpoint_step == 0
-    assert state_of(target).steps == {}
-    assert f"doomed on {life.host} died" in caplog.text
-
-    await target.monitor_step(6)  # the run goes on
-    assert target.latest_checkpoint_step == 6
-
-
-async def test_a_dead_saver_in_the_queue_holds_nobody_up(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
-    await target.notify_started("n", "first")
-    saver_of(target, ProcessLife.of(process.pid), 2)
-    last = asyncio.ensure_future(target.notify_started("n", "last"))
-    process.kill()
-    await target.notify_finished(1)
-    async with asyncio.timeout(60):
-        await last
-        with refused(RunDirError, "step 2"):
-            await target.completed(2)
-
-
-async def test_a_saver_of_another_machine_lives_as_long_as_its_process_sends_heartbeats(tmp_path: Path) -> None:
-    """The actor of the namespace on Ray knows the processes of all machines."""
-    host, far = NamespaceHost("board", None, 1), ProcessLife("far away", 1, "1")
-    await host.beat("far", far)
-    living = await host.is_alive(far)
-    host._users["far"].seen -= 2 * USER_S
-    assert (living, await host.is_alive(far)) == (True, False)
-    target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
-    target.shared = Shared("namespace", "board", target.board, is_alive=lambda life: life.host != far.host)
-    saver_of(target, far, 1)
-    async with asyncio.timeout(60):
-        await target.notify_started("n", "next")
-        with refused(RunDirError, "step 1", "doomed"):
-            await target.completed(1)
-    await target.notify_finished(2)
-
-
-async def test_a_saver_that_counts_as_dead_does_not_get_a_turn(tmp_path: Path) -> None:
-    target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
-    await target.notify_started("n", "first")
-    waiting = asyncio.ensure_future(target.notify_started("n", "slow"))
-    await asyncio.sleep(0.05)
-
-    def silent(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        state = SaveState.of(values)
-        state.remove_dead([ticket for ticket, saver in state.savers.items() if not saver.writing])
-        return {**values, **state.values()}
-
-    target.board.write(silent)
-    async with asyncio.timeout(60):
-        with refused(SyncError, "slow"):
-            await waiting
+# --------------------------------------------------------------------------- what is refused
 
 
 async def test_a_step_that_cannot_be_written_down_is_not_complete(tmp_path: Path) -> None:
@@ -382,24 +274,27 @@ async def test_a_step_that_cannot_be_written_down_is_not_complete(tmp_path: Path
     assert target.latest_checkpoint_step == 0
 
 
-def test_a_process_of_the_same_number_is_another_process(process: subprocess.Popen[bytes]) -> None:
-    life = ProcessLife.of(process.pid)
-    assert life()
-    assert not ProcessLife(life.host, life.pid, "1")()
-    assert ProcessLife("another machine", 2**22 + 1, "1")()  # nobody can tell from here
-    process.kill()
-    process.wait()
-    assert not life()
+async def test_a_complete_step_survives_the_monitor(tmp_path: Path) -> None:
+    for step in (12, 4):
+        monitor(tmp_path).update_latest_checkpoint_step(step)
+    target = monitor(tmp_path)
+    assert (target.latest_checkpoint_step, target.latest_state_dict_step) == (12, 12)
+    target.update_latest_state_dict_step(14)
+    assert (target.latest_checkpoint_step, target.latest_state_dict_step) == (12, 14)
+    (tmp_path / "latest_state_dict_iteration.txt").write_text("fourteen")
+    with refused(RunDirError, "latest_state_dict_iteration.txt", "fourteen"):
+        _ = target.latest_state_dict_step
 
 
-# --------------------------------------------------------------------------- found by name
-
-
-def test_all_threads_of_a_process_get_the_same_monitor(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(CheckpointMonitor.get_actor, str(tmp_path), None, str(tmp_path)) for _ in "12345678"]
-        monitors = [one.result() for one in asked]
-    assert all(one is monitors[0] for one in monitors)
-    assert monitors[0].save_strategy is SaveStrategy.UNRESTRICTED
-    assert CheckpointMonitor.get_actor(str(tmp_path)) is monitors[0]
-    assert CheckpointMonitor.get_actor(f"{tmp_path}/other", None, str(tmp_path)) is not monitors[0]
+@pytest.mark.parametrize("step", [-1, 2.0, True, "3", None])
+async def test_steps_are_integers_from_0(step: Any, tmp_path: Path) -> None:
+    target = monitor(tmp_path)
+    for update in (target.update_latest_checkpoint_step, target.update_latest_state_dict_step):
+        with refused(DataError, "step", repr(step)):
+            update(step)
+    for call in (target.register_thread_count, target.monitor_step, target.notify_finished):
+        with refused(DataError, "step", repr(step)):
+            await call(step)
+    with refused(DataError, "checkpoint_thread_count", repr(step)):
+        await target.register_thread_count(1, checkpoint_thread_count=step)
+    assert target.latest_state_dict_step == 0

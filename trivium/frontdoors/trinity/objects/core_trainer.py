@@ -101,7 +101,7 @@ class WrappedEngine(TrainEngine):
         raise TriviumError(
             f"the weights of step {version} from {type(wrapper).__name__}.{verb.__name__}()",
             f"the board has versions {list(self._run.synchronizer.published)}",
-            "hand them over there: Synchronizer.get_actor(config).set_model_state_dict(state_dict, step)",
+            "hand them over there: self.synchronizer.set_model_state_dict(state_dict, step)",
         )
 
     @property

@@ -8,21 +8,24 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build, config_from_mapping
 from trivium.config.fields import plugin_path
+from trivium.foundation.board import SharedBoard
 from trivium.foundation.errors import ConfigError
 from trivium.foundation.registry import resolve
 from trivium.frontdoors.tables import announce
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig
-from trivium.frontdoors.trinity.objects.boards.synchronizer import Synchronizer
+from trivium.frontdoors.trinity.objects.boards.named_actors import end_actor
+from trivium.frontdoors.trinity.objects.boards.run_synchronizer import options_of
+from trivium.frontdoors.trinity.objects.boards.synchronizer import ROLE, Synchronizer, namespace_of
 from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.translation import translate
 from trivium.protocols import TrainEngine, WeightChannel
-from trivium.runtime.build import algorithm_of, build_channel, claim_name, open_store, run_name
+from trivium.runtime.build import algorithm_of, build_channel, claim_name, open_board, open_store, run_name
 from trivium.runtime.run_dir import as_saved, open_run_dir
 from trivium.runtime.stage import Stage, StageSpec
 from trivium.runtime.train_engines import build_train_engine, distributed_engine
@@ -98,11 +101,23 @@ class RunParts:
         return algorithm_of(self.stage.config)
 
     @cached_property
+    def actor(self) -> Any:
+        """With `cluster.kind: ray`, the actor of the synchronizer, which ends with `closing`; else None."""
+        if self.config.cluster.kind != "ray":
+            return None
+        actor = Synchronizer.get_actor(self.config)
+        self.closing.callback(end_actor, actor, ROLE, namespace_of(self.config))
+        return actor
+
+    @cached_property
     def synchronizer(self) -> Synchronizer:
-        """The synchronizer that all processes of the run share, from `get_actor`."""
-        synchronizer = Synchronizer.get_actor(self.config)
-        self.closing.callback(synchronizer.leave)
-        return synchronizer
+        """The trainer's end of the board."""
+        if self.actor is None:
+            return Synchronizer(open_board(self.config), **options_of(self.config))
+        from trivium.cluster.actors import Proxy
+
+        table: Any = Proxy(self.actor, ROLE, "driver")
+        return Synchronizer(SharedBoard(table), **options_of(self.config))
 
     @cached_property
     def channel(self) -> WeightChannel:
@@ -120,7 +135,7 @@ class RunParts:
         from trivium.cluster.shared_actors import SharedActors
 
         namespace = f"{run_name(self.config)}-{uuid.uuid4().hex[:8]}"
-        return SharedActors(self.synchronizer.host, None, namespace)  # the trainer has a buffer in its own process
+        return SharedActors(self.actor, None, namespace)  # the trainer has a buffer in its own process
 
     @cached_property
     def ranks(self) -> RayRanks | None:

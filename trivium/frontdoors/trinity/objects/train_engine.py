@@ -23,6 +23,10 @@ class TrainEngineWrapper(ABC):
     `prepare` and `train_step` may be `async`; all coroutines of an engine run on one event loop of its own.
     """
 
+    synchronizer: Any = None
+    """The run's synchronizer, which takes the weights: that of the Trainer, unless the engine's constructor has set
+    one."""
+
     @abstractmethod
     def prepare(self) -> Any:
         """Loads the models, from the engine's last checkpoint if there is one. Called once, before any other method."""

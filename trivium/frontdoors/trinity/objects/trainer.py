@@ -34,7 +34,6 @@ from trivium.runtime.build import (
 )
 from trivium.runtime.launch import carried
 from trivium.runtime.stage import StageSpec
-from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, RunningStatus
 
 
@@ -84,6 +83,8 @@ class Trainer:
             self._directory = closing.enter_context(ExitStack())
             self._run = closing.enter_context(opened(run_config, self._directory))
             self.engine: TrainEngineWrapper = get_trainer_wrapper(config)
+            if self.engine.synchronizer is None:
+                self.engine.synchronizer = self.synchronizer
             self.core = self._core_trainer()
             self._closing = closing.pop_all()
         self.monitor = MonitorView(self.core.monitor)
@@ -114,7 +115,7 @@ class Trainer:
         if not self._is_prepared:
             self.core.prepare()
             self._run.open_board()
-            self._closing.enter_context(self.synchronizer.heartbeat(TRAINER))
+            self._closing.enter_context(self._run.synchronizer.heartbeat(TRAINER))
             self._is_prepared = True
 
     async def train(self) -> str:
@@ -125,7 +126,7 @@ class Trainer:
         """
         try:
             await asyncio.to_thread(self.prepare)
-            with self.synchronizer.report_failure(TRAINER):
+            with self._run.synchronizer.report_failure(TRAINER):
                 parts = build_parts(self._run.stage, self._endpoints, self.core, await self._explorer())
                 ranks = self._run.ranks
                 await run_loops(parts if ranks is None else replace(parts, watch=ranks.actors.watch))
@@ -133,7 +134,7 @@ class Trainer:
             raise first_cause(group) from group
         finally:
             self._has_ended, self.train_continue = True, False
-            self.synchronizer.set_trainer_status(RunningStatus.STOPPED)
+            self._run.synchronizer.set_trainer_status(RunningStatus.STOPPED)
             self._directory.close()
         return self.name
 
@@ -201,7 +202,7 @@ class Trainer:
         if self._is_prepared and not self._has_ended:
             self._has_ended = True
             await self.core.buffer.close()
-            self.synchronizer.finish()
+            self._run.synchronizer.finish()
         await self.core.shutdown()
         self._closing.close()
 
@@ -210,9 +211,10 @@ class Trainer:
         return True
 
     @property
-    def synchronizer(self) -> Synchronizer:
-        """The trainer's view of the board."""
-        return self._run.synchronizer
+    def synchronizer(self) -> Any:
+        """The run's synchronizer: an object of this process, or with `cluster.kind: ray` the actor of
+        `Synchronizer.get_actor`."""
+        return self._run.synchronizer if self._run.actor is None else self._run.actor
 
     @property
     def train_step_num(self) -> int:

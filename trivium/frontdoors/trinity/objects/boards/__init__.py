@@ -1,1 +1,1 @@
-"""Trinity-RFT's Synchronizer and CheckpointMonitor: actors with a board that the processes of a run share."""
+"""Trinity-RFT's Synchronizer and CheckpointMonitor, which Ray actors share between the processes of a run."""

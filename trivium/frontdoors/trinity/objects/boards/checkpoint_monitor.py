@@ -6,33 +6,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
-import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, SupportsIndex, TypeVar
 
 from trivium.checkpoint import store
 from trivium.checkpoint.remote import RemoteDirectory
 from trivium.foundation.atomic import atomic_write, complete_steps, folder_name
-from trivium.foundation.board import Board, MemoryBoard, Values, locked
-from trivium.foundation.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
-from trivium.foundation.errors import ConfigError, DataError, RunDirError, SyncError, UnknownName, described
+from trivium.foundation.board import MemoryBoard, Values, locked
+from trivium.foundation.concurrency import ProgressDeadline, Waiting, wait_until
+from trivium.foundation.errors import DataError, RunDirError, UnknownName, described
 from trivium.foundation.registry import suggest
-from trivium.frontdoors.trinity.objects.boards.actors import made_once
-from trivium.frontdoors.trinity.objects.boards.remote_calls import Shared, actor_like
+from trivium.frontdoors.trinity.objects.boards.named_actors import named_actor
 from trivium.frontdoors.trinity.objects.boards.savers import CHECKPOINT, STATE_DICT, Saver, SaveState
 from trivium.types import SaveStrategy
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
 ROLE = "checkpoint_monitor"
 """The name of a CheckpointMonitor in its namespace."""
-_POLL_S = 0.5
-"""How often a wait for savers checks whether they are alive."""
 
 
-@actor_like
 class CheckpointMonitor:
     """Tracks which saves are complete: a save is complete when it is announced and every registered saver has finished,
     in any order.
@@ -40,9 +39,8 @@ class CheckpointMonitor:
     The newest complete steps are also written to files beside the saves, so they survive the monitor. The monitor does
     not write the saves. A checkpoint of a run (`step-000100`) under `default_local_dir` counts as complete, too.
 
-    `get_actor` gives every process of a namespace a monitor over one state. A monitor from the constructor belongs to
-    its process alone. Methods can be called directly, from any thread and any event loop, or, on Ray, by `.remote(...)`
-    like those of an actor. Steps are integers from 0; another value raises DataError.
+    A monitor from the constructor belongs to its process, whose threads and event loops may share it. `get_actor`
+    returns one for all processes of a namespace. Steps are integers from 0; another value raises DataError.
     """
 
     LATEST: ClassVar[Mapping[str, str]] = {
@@ -51,8 +49,6 @@ class CheckpointMonitor:
     }
     """The files under `default_local_dir` that hold the newest complete steps."""
 
-    shared: Shared | None = None
-
     def __init__(
         self,
         save_strategy: SaveStrategy,
@@ -60,16 +56,16 @@ class CheckpointMonitor:
         default_hdfs_dir: str | None = None,
         *,
         deadline_s: float = 3600.0,
-        board: Board | None = None,
     ) -> None:
         """`default_hdfs_dir` is the fsspec URL of a directory that complete checkpoints of a run are copied to
-        (`hdfs://`, `s3://`, `file://`, ...). `deadline_s` bounds each wait for other savers, and the copying. `board`
-        holds the state (default: a board of this process).
+        (`hdfs://`, `s3://`, `file://`, ...). `deadline_s` bounds each wait for other savers, and the copying.
         """
-        self.save_strategy = SaveStrategy(save_strategy)
+        self.save_strategy = _strategy(save_strategy)
         self.default_local_dir, self.default_hdfs_dir = default_local_dir, default_hdfs_dir
         self.deadline_s = deadline_s
-        self.board: Board = board or MemoryBoard()
+        self._state, self._lock = SaveState(), threading.Lock()
+        self._changes = MemoryBoard()
+        """Counts the changes of the state, which wakes the waiting savers."""
         self._remote = None if default_hdfs_dir is None else RemoteDirectory(default_hdfs_dir, deadline_s)
 
     # ------------------------------------------------------------------ one for all processes
@@ -81,42 +77,29 @@ class CheckpointMonitor:
         save_strategy: SaveStrategy | None = None,
         default_local_dir: str | None = None,
         default_hdfs_dir: str | None = None,
-    ) -> CheckpointMonitor:
-        """Returns the monitor of a namespace. The first call in any of its processes creates it, and requires
-        `default_local_dir`. The monitor lasts as long as one of the processes lives.
+    ) -> ActorHandle[Self]:
+        """Returns the Ray actor that is the monitor of a namespace: `await monitor.notify_started.remote(...)`,
+        `ray.get(monitor.update_latest_checkpoint_step.remote(step))`.
 
-        The processes are those of the Ray cluster that this process is connected to, else those of this machine and
-        user. Raises ConfigError if the settings differ from those of the first call.
+        The first call creates it, and requires `default_local_dir`. Raises ConfigError if the settings differ from
+        those of the first call, UnknownName if there is none yet, MissingPackage without Ray.
         """
         settings = {
             "save_strategy": None if save_strategy is None else _strategy(save_strategy).value,
             "default_local_dir": None if default_local_dir is None else str(Path(default_local_dir).absolute()),
             "default_hdfs_dir": default_hdfs_dir,
         }
+        first = (settings["save_strategy"] or SaveStrategy.UNRESTRICTED.value, *[*settings.values()][1:])
+        arguments = None if default_local_dir is None else first
+        return named_actor(lambda: cls, ROLE, namespace, arguments, settings)
 
-        def make(shared: Shared) -> CheckpointMonitor:
-            first = {**settings, "save_strategy": settings["save_strategy"] or SaveStrategy.UNRESTRICTED.value}
-            has = shared.agree("settings", None if default_local_dir is None else first)
-            monitor = cls(*(has[name] for name in settings), board=shared.board)
-            monitor.shared = shared
-            return monitor
-
-        monitor = made_once(namespace, ROLE, make)
-        for name, value in settings.items():
-            if value is not None and value != getattr(monitor, name):
-                raise ConfigError(
-                    f"the checkpoint monitor of {namespace!r} with {name} {value!r}",
-                    f"it has {getattr(monitor, name)!r}",
-                    "pass the same everywhere, or use another namespace",
-                )
-        return monitor
-
-    def __reduce__(self) -> str | tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickles a shared monitor as its namespace. The process that unpickles it gets its own monitor over the same
-        state."""
-        if self.shared is None:
-            return super().__reduce__()
-        return CheckpointMonitor.get_actor, (self.shared.namespace,)
+    def get_settings(self) -> dict[str, str | None]:
+        """Returns the arguments of the constructor by name."""
+        return {
+            "save_strategy": self.save_strategy.value,
+            "default_local_dir": self.default_local_dir,
+            "default_hdfs_dir": self.default_hdfs_dir,
+        }
 
     # ------------------------------------------------------------------ complete saves
 
@@ -158,7 +141,7 @@ class CheckpointMonitor:
     async def completed(self, step: int, is_state_dict: bool = False) -> None:
         """Waits until the announced save of this step is complete.
 
-        Raises RunDirError if it cannot become complete (a saver died), SyncError at the deadline.
+        Raises RunDirError if it cannot become complete, SyncError at the deadline.
         """
         kind = _kind(is_state_dict)
 
@@ -176,12 +159,12 @@ class CheckpointMonitor:
         self, step: int, *, state_dict_thread_count: int = 0, checkpoint_thread_count: int = 0
     ) -> None:
         """Adds savers that this step waits for."""
-        step, caller = _checked(step), _this_process()
+        step = _checked(step)
         counts = {
             STATE_DICT: _checked(state_dict_thread_count, "state_dict_thread_count"),
             CHECKPOINT: _checked(checkpoint_thread_count, "checkpoint_thread_count"),
         }
-        self._change(lambda state: state.register(step, counts, caller))
+        self._change(lambda state: state.register(step, counts))
         await self._note_complete(step)
 
     async def monitor_step(self, step: int, is_state_dict: bool = False) -> None:
@@ -192,11 +175,8 @@ class CheckpointMonitor:
         await self._note_complete(step)
 
     async def notify_started(self, node_id: str, job_id: str) -> int:
-        """Queues a saver of this process. Returns its ticket once the strategy lets it write.
-
-        A saver whose process dies loses its turn, and the steps for which that process registered savers cannot become
-        complete. Raises SyncError if nothing changes among the savers for `deadline_s`.
-        """
+        """Queues a saver. Returns its ticket once the strategy lets it write. Raises SyncError if nothing changes among
+        the savers for `deadline_s`."""
         place = {
             SaveStrategy.SINGLE_THREAD: "",  # `enqueue` gives each saver a separate place
             SaveStrategy.SINGLE_PROCESS: f"{node_id}/{job_id}",
@@ -204,28 +184,20 @@ class CheckpointMonitor:
             SaveStrategy.UNRESTRICTED: "anywhere",
         }[self.save_strategy]
         name = f"{job_id} on {node_id}"
-        ticket = self._change(lambda state: state.enqueue(Saver(place, name, _this_process())))
+        ticket = self._change(lambda state: state.enqueue(Saver(place, name)))
         try:
-            admitted: bool | None = False
-            while admitted is False:
+            while not self._change(lambda state: state.admit(ticket)):
                 await self._wait(lambda state: state.may_write(ticket), f"the saver {name}", "its turn")
-                admitted = self._change(lambda state: state.admit(ticket))
-            if admitted is None:
-                raise SyncError(
-                    f"the turn of the saver {name}",
-                    "the saver counts as dead: others may be writing",
-                    "look why this process was silent for so long, and save another step",
-                )
         except BaseException:
             self._change(lambda state: state.savers.pop(ticket, None))
             raise
         return ticket
 
     async def notify_finished(self, step: int, is_state_dict: bool = False) -> None:
-        """Reports that a saver of this process has written its part of this step. If it was the last saver, returns
-        after the step is recorded as complete."""
-        step, caller = _checked(step), _this_process()
-        self._change(lambda state: state.finish(step, _kind(is_state_dict), caller))
+        """Reports that the saver that has written longest has written its part of this step. If it was the last saver,
+        returns after the step is recorded as complete."""
+        step = _checked(step)
+        self._change(lambda state: state.finish(step, _kind(is_state_dict)))
         await self._note_complete(step)
 
     # ------------------------------------------------------------------ internals
@@ -250,44 +222,29 @@ class CheckpointMonitor:
             except RunDirError as error:
                 _log.error("%s", error)  # savers continue: the next complete save copies again
 
-    @property
-    def _state(self) -> SaveState:
-        return SaveState.of(self.board.read())
-
     def _change(self, change: Callable[[SaveState], T]) -> T:
-        """Applies `change` to the state and wakes the waiting savers. Returns the result of `change`, which may be
-        called more than once."""
-        results: list[T] = []
-
-        def apply(values: Values) -> Values:
-            state = SaveState.of(values)
-            results[:] = [change(state)]
-            return {**values, **state.values()}
-
-        self.board.write(apply)
-        return results[0]
-
-    def _remove_dead(self) -> None:
-        """Removes the savers that died. The steps that they were saving cannot become complete."""
-        is_alive = ProcessLife.__call__ if self.shared is None else self.shared.is_alive
-        dead = [ticket for ticket, saver in self._state.savers.items() if not is_alive(saver.alive)]
-        for name in self._change(lambda state: state.remove_dead(dead)) if dead else ():
-            _log.error("the saver %s died: its process is gone; what it was saving does not count", name)
+        """Applies `change` to the state and wakes the waiting savers. Returns the result of `change`."""
+        with self._lock:
+            result = change(self._state)
+        self._changes.write(lambda values: {"number": values.get("number", 0) + 1})
+        return result
 
     async def _wait(self, done: Callable[[SaveState], bool], who: str, whom: str) -> None:
         """Waits until `done` holds. Any change among the savers counts as progress."""
 
+        def is_done(_: Values) -> bool:
+            with self._lock:
+                return done(self._state)
+
+        def described() -> str:
+            with self._lock:
+                return self._state.describe()
+
         async def poll(deadline: ProgressDeadline) -> tuple[bool | None, object]:
-            self._remove_dead()
-            patience_s = min(_POLL_S, deadline.seconds)
-            state = SaveState.of(await self.board.poll(lambda values: done(SaveState.of(values)), patience_s))
-            return done(state) or None, state.describe()
+            values = await self._changes.poll(lambda v: is_done(v) or described() != deadline.state, deadline.left_s)
+            return is_done(values) or None, described()
 
-        await wait_until(poll, lambda: Waiting(who, whom, self._state.describe()), self.deadline_s)
-
-
-def _this_process() -> ProcessLife:
-    return ProcessLife.of(os.getpid())
+        await wait_until(poll, lambda: Waiting(who, whom, described()), self.deadline_s)
 
 
 def _checked(number: SupportsIndex, name: str = "step") -> int:

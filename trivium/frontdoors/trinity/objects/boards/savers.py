@@ -1,13 +1,9 @@
-"""The state of a CheckpointMonitor: its savers, and the incomplete steps. A board holds it as JSON values."""
+"""The state of a CheckpointMonitor: its savers, and the incomplete steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
-
-from trivium.foundation.board import Values
-from trivium.foundation.concurrency import ProcessLife
+from dataclasses import dataclass, field
 
 CHECKPOINT, STATE_DICT = "checkpoint", "state_dict"
 """The two kinds of saves: the complete training state, and the policy alone."""
@@ -22,7 +18,6 @@ class Saver:
     place: str
     """Savers with the same place may write at the same time."""
     name: str
-    alive: ProcessLife
     writing: bool = False
 
 
@@ -34,7 +29,6 @@ class StepSaves:
     """Savers that have not finished, by kind; below 0 if savers finish before they are registered."""
     registered: list[str] = field(default_factory=list[str])
     announced: list[str] = field(default_factory=list[str])
-    registered_by: list[ProcessLife] = field(default_factory=list[ProcessLife])
 
     def complete(self) -> list[str]:
         """Returns the kinds that are announced and whose savers have all finished. A checkpoint contains the state
@@ -59,31 +53,6 @@ class SaveState:
     """Step -> why it cannot become complete."""
     tickets: int = 0
 
-    # ------------------------------------------------------------------ as values of a board
-
-    @classmethod
-    def of(cls, values: Values) -> Self:
-        """Returns the state of a board."""
-        savers = {
-            int(ticket): Saver(**{**saver, "alive": ProcessLife(**saver["alive"])})
-            for ticket, saver in values.get("savers", {}).items()
-        }
-        return cls(
-            dict(sorted(savers.items())),
-            {int(step): _step_of(entry) for step, entry in values.get("steps", {}).items()},
-            {int(step): cause for step, cause in values.get("broken", {}).items()},
-            values.get("tickets", 0),
-        )
-
-    def values(self) -> Values:
-        """Returns the state as JSON values."""
-        return {
-            "savers": {str(ticket): asdict(saver) for ticket, saver in self.savers.items()},
-            "steps": {str(step): asdict(entry) for step, entry in self.steps.items()},
-            "broken": {str(step): cause for step, cause in [*self.broken.items()][-_MAX_REMEMBERED:]},
-            "tickets": self.tickets,
-        }
-
     # ------------------------------------------------------------------ savers
 
     def enqueue(self, saver: Saver) -> int:
@@ -95,43 +64,27 @@ class SaveState:
 
     def may_write(self, ticket: int) -> bool:
         """Whether this saver may write: all writing savers have its place or, if no saver writes, the first in the
-        queue has it. Also true for a removed saver."""
-        mine = self.savers.get(ticket)
-        if mine is None:
-            return True
+        queue has it."""
+        mine = self.savers[ticket]
         writing = {saver.place for saver in self.savers.values() if saver.writing}
         return mine.writing or mine.place in (writing or {next(iter(self.savers.values())).place})
 
-    def admit(self, ticket: int) -> bool | None:
-        """Admits a saver if it may write. Returns whether it may, or None if it was removed."""
-        if (mine := self.savers.get(ticket)) is None:
-            return None
-        mine.writing = self.may_write(ticket)
-        return mine.writing
+    def admit(self, ticket: int) -> bool:
+        """Admits a saver if it may write. Returns whether it may."""
+        self.savers[ticket].writing = self.may_write(ticket)
+        return self.savers[ticket].writing
 
-    def remove(self, caller: ProcessLife) -> None:
-        """Removes the saver that has written longest, preferably one of the caller's process."""
-        writing = [ticket for ticket, saver in self.savers.items() if saver.writing]
-        own = [ticket for ticket in writing if self.savers[ticket].alive == caller]
-        for ticket in [*own, *writing][:1]:
+    def remove_oldest(self) -> None:
+        """Removes the saver that has written longest."""
+        for ticket in [ticket for ticket, saver in self.savers.items() if saver.writing][:1]:
             del self.savers[ticket]
-
-    def remove_dead(self, tickets: Iterable[int]) -> list[str]:
-        """Removes savers whose processes have ended. The steps for which these processes registered savers cannot
-        become complete. Returns the names of the removed savers."""
-        removed = [self.savers.pop(ticket) for ticket in tickets if ticket in self.savers]
-        for saver in removed:
-            for step, entry in [*self.steps.items()]:
-                if saver.alive in entry.registered_by and max(entry.counts.values()) > 0:
-                    self.give_up(step, f"the saver {saver.name} died: its process is gone")
-        return [saver.name for saver in removed]
 
     # ------------------------------------------------------------------ steps
 
     def step(self, step: int) -> StepSaves:
         return self.steps.setdefault(step, StepSaves())
 
-    def register(self, step: int, counts: Mapping[str, int], caller: ProcessLife) -> None:
+    def register(self, step: int, counts: Mapping[str, int]) -> None:
         """Adds savers of a step, by kind."""
         if step in self.broken:
             return
@@ -140,23 +93,23 @@ class SaveState:
             entry.counts[kind] += count
             if count and kind not in entry.registered:
                 entry.registered.append(kind)
-        if caller not in entry.registered_by:
-            entry.registered_by.append(caller)
 
     def announce(self, step: int, kind: str) -> None:
         """Records that all savers of this save are registered."""
         if step not in self.broken and kind not in self.step(step).announced:
             self.step(step).announced.append(kind)
 
-    def finish(self, step: int, kind: str, caller: ProcessLife) -> None:
-        """Records that a saver of the caller's process has finished."""
+    def finish(self, step: int, kind: str) -> None:
+        """Records that a saver has finished."""
         if step not in self.broken:
             self.step(step).counts[kind] -= 1
-        self.remove(caller)
+        self.remove_oldest()
 
     def give_up(self, step: int, cause: str) -> None:
         """Records that the step cannot become complete, with the cause."""
         self.broken[step] = cause
+        for oldest in [*self.broken][:-_MAX_REMEMBERED]:
+            del self.broken[oldest]
         self.steps.pop(step, None)
 
     def complete(self, step: int) -> list[str]:
@@ -178,12 +131,3 @@ class SaveState:
         writing = [saver.name for saver in self.savers.values() if saver.writing]
         missing = {step: entry.counts for step, entry in self.steps.items()}
         return f"writing: {', '.join(writing) or 'no saver'}; still to finish: {missing or 'nothing'}"
-
-
-def _step_of(entry: Mapping[str, Any]) -> StepSaves:
-    return StepSaves(
-        dict(entry["counts"]),
-        [*entry["registered"]],
-        [*entry["announced"]],
-        [ProcessLife(**life) for life in entry["registered_by"]],
-    )

@@ -1,0 +1,66 @@
+"""One Ray actor for all processes of a namespace, found by its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trivium.cluster.session import connect
+from trivium.foundation.errors import ConfigError, UnknownName
+
+_ENDS_S = 30.0
+"""Seconds that an actor that ends may keep its name."""
+
+
+def named_actor(
+    kind: Callable[[], type[Any]],
+    name: str,
+    namespace: str,
+    arguments: tuple[object, ...] | None,
+    settings: Mapping[str, object],
+    address: str | None = None,
+) -> Any:
+    """Returns the actor of a name. The first call in its namespace creates it, from the class that `kind` returns; Ray
+    ends it with the script or the job that has created it.
+
+    Raises MissingPackage without Ray, UnknownName if there is no actor and `arguments` is None, and ConfigError if a
+    setting differs from that of the first call.
+    """
+    connect({} if address is None else {"address": address}, purpose=f"the actor {name!r} of {namespace!r}")
+    import ray
+
+    if arguments is None:
+        try:
+            actor: Any = ray.get_actor(name, namespace=namespace)
+        except ValueError as error:
+            raise UnknownName(
+                f"the {name} of {namespace!r}", "no process has made one", "make it first with everything that it needs"
+            ) from error
+    else:
+        # No CPU, since it only waits; every wait of its callers is one call in flight.
+        options: dict[str, Any] = {"name": name, "namespace": namespace, "get_if_exists": True, "num_cpus": 0}
+        actor = ray.remote(kind()).options(**options, max_concurrency=100_000).remote(*arguments)
+    first: Any = ray.get(actor.get_settings.remote())
+    for key, value in settings.items():
+        if value is not None and value != first[key]:
+            raise ConfigError(
+                f"the {name} of {namespace!r} with {key} {value!r}",
+                f"it has {first[key]!r}",
+                "pass the same everywhere, or use another namespace",
+            )
+    return actor
+
+
+def end_actor(actor: Any, name: str, namespace: str) -> None:
+    """Ends an actor, and returns once its name is free."""
+    import ray
+
+    ray.kill(actor)
+    end = time.monotonic() + _ENDS_S
+    while time.monotonic() < end:
+        try:
+            ray.get_actor(name, namespace=namespace)
+        except ValueError:
+            return
+        time.sleep(_ENDS_S / 1000)
