@@ -178,7 +178,7 @@ def test_statuses_are_counted_and_what_is_not_there_says_why(alone: Synchronizer
     with refused(SyncError, "publish version"):
         alone.set_model_state_dict(None, 6)
     assert alone.get_model_state_dict() == (None, 7)
-    with refused(SyncError, "weights of step 8", "get_actor"):
+    with refused(SyncError, "step 8", "get_actor"):
         alone.set_model_state_dict({"a": torch.zeros(1)}, 8)
     alone.open()  # a trainer begins: explorers that are there already stay
     assert alone.get_explorer_status_counts()[RUNNING] == 1
