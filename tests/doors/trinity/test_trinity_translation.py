@@ -305,6 +305,14 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
         ("http://127.0.0.1:9000/v1",),
     ),
     ({f"{WHERE}.default_workflow_type": "frozen_lake_workflow"}, "workflow.environment_args.env_max_steps", 8),
+    (
+        {
+            f"{WHERE}.default_workflow_type": "trivium.frontdoors.trinity:SimpleWorkflow",
+            f"{WHERE}.default_reward_fn_type": "math_boxed_reward",
+        },
+        "workflow.reward_fn",
+        "math_boxed_reward",
+    ),
 ]
 
 

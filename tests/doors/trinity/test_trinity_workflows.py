@@ -241,6 +241,8 @@ async def test_a_registered_workflow_scores_with_a_reward_function(
     workflow = made("Once", workflow="registered_by_me", reward_fn="math_reward")
     scores = await workflow.run(TASK, policy("<think>so</think> <answer>2</answer>"))
     assert scores == {"reward": 1.1}
+    simple = made("Once", workflow="trivium.frontdoors.trinity:SimpleWorkflow", reward_fn="math_boxed_reward")
+    assert await simple.run(TASK, policy("so \\boxed{2}")) == {"reward": 1.0}
 
 
 async def test_an_abandoned_workflow_leaves_no_thread_waiting(made: Callable[..., Any]) -> None:

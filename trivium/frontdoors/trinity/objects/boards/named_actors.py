@@ -38,9 +38,11 @@ def named_actor(
                 f"the {name} of {namespace!r}", "no process has made one", "make it first with everything that it needs"
             ) from error
     else:
-        # No CPU, since it only waits; every wait of its callers is one call in flight.
+        from trivium.cluster.actors import MAX_CONCURRENCY
+
+        # No CPU, since it mostly waits. Each wait of a caller is one call in flight.
         options: dict[str, Any] = {"name": name, "namespace": namespace, "get_if_exists": True, "num_cpus": 0}
-        actor = ray.remote(kind()).options(**options, max_concurrency=100_000).remote(*arguments)
+        actor = ray.remote(kind()).options(**options, max_concurrency=MAX_CONCURRENCY).remote(*arguments)
     first: Any = ray.get(actor.get_settings.remote())
     for key, value in settings.items():
         if value is not None and value != first[key]:
