@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -87,14 +85,3 @@ def test_a_directory_of_another_form_is_refused(plan: str, form: int, tmp_path: 
     (tmp_path / "plan.yaml").write_text(plan)
     with refused(RunDirError, tmp_path, form, FORM), open_run_dir(config_in(tmp_path)):
         pass
-
-
-def test_a_process_of_the_same_number_is_another_process() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    life = ProcessLife.of(child.pid)
-    assert life()
-    assert not ProcessLife(life.host, life.pid, "1")()
-    assert ProcessLife("another machine", 2**22 + 1, "1")()  # nobody can tell from here
-    child.kill()
-    child.wait()
-    assert not life()
