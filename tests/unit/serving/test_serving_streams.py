@@ -18,6 +18,7 @@ from openai import APIError, AsyncOpenAI
 from tests.serving import RENDERER, Babbler, Served, served
 from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.errors import RolloutError
+from trivium.foundation.registry import resolve
 from trivium.serving.bodies import RequestError
 from trivium.serving.completion_parts import Answer, Recorded, answer_of, settled
 from trivium.serving.requests import read_chat
@@ -73,6 +74,12 @@ def test_what_is_certain_begins_the_final_parts(data: st.DataObject) -> None:
     assert whole.content.startswith(before.content)
     assert before.reasoning is None or (whole.reasoning or "").startswith(before.reasoning)
     assert not before.content or (before.reasoning is None) is (whole.reasoning is None)
+
+
+def test_the_mark_that_ends_an_answer_is_held_back_until_it_is_none() -> None:
+    tools = CallableTools(frozenset(), resolve("tool_calls", "cohere"))
+    texts = ["Yes.", "Yes.<|END_RESP", "Yes.<|END_RESPONSE|>", "Yes.<|END_RESPONSE|> No"]
+    assert [settled(text, tools, ()).content for text in texts] == ["Yes.", "Yes.", "Yes.", texts[-1]]
 
 
 # --------------------------------------------------------------------------- the protocols

@@ -70,14 +70,15 @@ def _counted(config: PretrainedConfig) -> ModelShape:
     from trivium.models.weights.filling import built_empty
     from trivium.models.weights.lora import linear_layers
 
-    family = FAMILIES.get(config.model_type)
+    family, text = FAMILIES.get(config.model_type), config.get_text_config()
+    config.pad_token_id = text.pad_token_id = None  # models with one look for padding, which needs values
     kind = AutoModelForCausalLM if family is None else AutoModelForImageTextToText
     # torch multiplies experts in groups for bfloat16 only; a loop over them would need to know who has tokens.
     model = built_empty(partial(kind.from_config, config, dtype=torch.bfloat16))
     base: Any = model.base_model
     decoder: Any = model.get_decoder() if family is None else base.get_submodule(family.decoder)
     blocks = _blocks(decoder)
-    text, head = config.get_text_config(), model.get_output_embeddings()
+    head = model.get_output_embeddings()
     experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts") or 1
     inputs: Any = model.get_input_embeddings().weight
     vocabulary, hidden = inputs.shape
@@ -160,7 +161,6 @@ def _kept(decoder: PreTrainedModel) -> dict[str, int]:
     """What the layers of a decoder keep of a sequence, by the field of `ModelShape`."""
     import torch
 
-    decoder.config.pad_token_id = None  # models with one look for padding, which needs values
     with torch.device("meta"), torch.no_grad():
         output: Any = decoder(torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True)
     caches = (output.get("past_key_values") or output["cache_params"]).layers

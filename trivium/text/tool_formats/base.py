@@ -33,6 +33,8 @@ class ToolFormat:
     answers: tuple[str, ...] = ()
     """What may precede the content of a completion, and is no part of it. If there are any, reasoning is never content.
     """
+    answered: str = ""
+    """What may end the content of a completion, and is no part of it; empty without such a mark."""
 
     def read(self, text: str) -> Calls | None:
         """The calls of a completion; None if it has none, or anything else after the first one."""

@@ -31,7 +31,12 @@ class CallableTools:
     def certain(self, text: str) -> str:
         """The beginning of an incomplete completion that is text, however the completion continues. White space at its
         end is left out: `read` drops it before calls."""
-        start, how = text.lstrip(), self.format
+        how = self.format
+        if how.answered:
+            shown = text.rstrip().removesuffix(how.answered)
+            open_ended = without_partial(shown, [how.answered])
+            text = text if open_ended == text.rstrip() else open_ended
+        start = text.lstrip()
         if not self.names:
             return text
         begins = (each.startswith(mark[: len(each)]) for each in (text, start) for mark in how.starts)

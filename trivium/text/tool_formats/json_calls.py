@@ -110,14 +110,14 @@ class Mistral(JsonFormat):
 class Cohere(JsonFormat):
     """A JSON list between `<|START_ACTION|>` and `<|END_ACTION|>`, as Command R7B and A write it."""
 
-    _END, _ANSWERED = "<|END_ACTION|>", "<|END_RESPONSE|>"
+    _END, answered = "<|END_ACTION|>", "<|END_RESPONSE|>"
     reasoning = ("<|START_THINKING|>", "<|END_THINKING|>")
     answers = ("<|START_RESPONSE|>",)
-    marks = ("<|START_ACTION|>", _END, *reasoning, *answers, _ANSWERED)
+    marks = ("<|START_ACTION|>", _END, *reasoning, *answers, answered)
 
     def split(self, text: str, *, opened: bool = False) -> tuple[str | None, str]:
         thought, rest = super().split(text, opened=opened)
-        return thought, rest.rstrip().removesuffix(self._ANSWERED) if rest.rstrip().endswith(self._ANSWERED) else rest
+        return thought, rest.rstrip().removesuffix(self.answered) if rest.rstrip().endswith(self.answered) else rest
 
     def read(self, text: str) -> Calls | None:
         content, mark, body = text.partition(self.marks[0])
