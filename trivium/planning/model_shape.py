@@ -91,7 +91,7 @@ class ModelShape:
     dense: int
     """Parameters of the matrices of all blocks, without experts and routers."""
     sparse: int
-    """Parameters of the matrices of all experts; 0 without experts."""
+    """Parameters of all experts; 0 without experts."""
     routers: int
     """Parameters of the matrices that score the experts for a token."""
     blocks: int

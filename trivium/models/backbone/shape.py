@@ -15,6 +15,7 @@ from trivium.models.vision.families import FAMILIES, Family
 from trivium.planning.model_shape import ModelShape, VisionShape
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -73,8 +74,7 @@ def _counted(config: PretrainedConfig) -> ModelShape:
     family, text = FAMILIES.get(config.model_type), config.get_text_config()
     config.pad_token_id = text.pad_token_id = None  # models with one look for padding, which needs values
     kind = AutoModelForCausalLM if family is None else AutoModelForImageTextToText
-    # torch multiplies experts in groups for bfloat16 only; a loop over them would need to know who has tokens.
-    model = built_empty(partial(kind.from_config, config, dtype=torch.bfloat16))
+    model = built_empty(partial(kind.from_config, config, dtype=torch.float32))
     base: Any = model.base_model
     decoder: Any = model.get_decoder() if family is None else base.get_submodule(family.decoder)
     blocks = _blocks(decoder)
@@ -107,7 +107,7 @@ def _counted(config: PretrainedConfig) -> ModelShape:
         **sums,
         blocks=sum(map(_size, blocks)),
         adapted=tuple(_ends(block, names) for block in blocks),
-        **_kept(decoder),
+        **_kept(decoder, experts),
         vision=None if family is None else _vision(config, base, family),
     )
 
@@ -127,9 +127,11 @@ def _parts(block: nn.Module, hidden: int, experts: int) -> Iterator[tuple[str, i
     for part in block.modules():
         for name, parameter in part.named_parameters(recurse=False):
             shape = tuple(parameter.shape)
-            if len(shape) < 2 or "bias" in name or isinstance(part, nn.Conv1d) or min(shape) == 1:
+            if len(shape) == 2 and "bias" in name and shape[0] == experts:
+                yield "sparse", parameter.numel()
+            elif len(shape) < 2 or "bias" in name or isinstance(part, nn.Conv1d) or min(shape) == 1:
                 continue  # a norm, a convolution, or a gate of one number
-            if experts > 1 and (id(parameter) in stacked or (len(shape) == 3 and shape[0] == experts)):
+            elif id(parameter) in stacked or _is_stacked(parameter, experts):
                 yield "sparse", parameter.numel()
             else:
                 yield "routers" if experts > 1 and shape == (experts, hidden) else "dense", parameter.numel()
@@ -139,6 +141,15 @@ def _is_list_of_experts(part: nn.Module, experts: int) -> bool:
     from torch import nn
 
     return experts > 1 and isinstance(part, nn.ModuleList) and len(part) == experts
+
+
+def _is_stacked(parameter: torch.Tensor, experts: int) -> bool:
+    """Whether a parameter holds the matrices of all experts."""
+    return experts > 1 and parameter.ndim == 3 and parameter.shape[0] == experts
+
+
+def _unchanged(hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return hidden
 
 
 def _ends(block: nn.Module, names: list[str]) -> int:
@@ -157,10 +168,13 @@ def _is_gated(blocks: nn.ModuleList, hidden: int, mlp: int) -> bool:
     return 2 * mlp in inner or inner.count(mlp) >= 3 * len(blocks)
 
 
-def _kept(decoder: PreTrainedModel) -> dict[str, int]:
+def _kept(decoder: nn.Module, experts: int) -> dict[str, int]:
     """What the layers of a decoder keep of a sequence, by the field of `ModelShape`."""
     import torch
 
+    for part in decoder.modules():
+        if any(_is_stacked(parameter, experts) for parameter in part.parameters(recurse=False)):
+            part.forward = _unchanged  # experts need to know which of them have tokens
     with torch.device("meta"), torch.no_grad():
         output: Any = decoder(torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True)
     caches = (output.get("past_key_values") or output["cache_params"]).layers
