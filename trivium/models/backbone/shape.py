@@ -84,6 +84,8 @@ def _counted(config: PretrainedConfig) -> ModelShape:
     vocabulary, hidden = inputs.shape
     parts = [part for block in blocks for part in _parts(block, hidden, experts)]
     sums = {kind: sum(size for of, size in parts if of == kind) for kind in ("dense", "sparse", "routers")}
+    kept = _kept(decoder, experts)
+    experts = experts if sums["sparse"] else 1  # a config may name the experts of layers that this model does not have
     names = linear_layers(decoder, model)
     heads = _first(text, "num_attention_heads", "num_heads") or 1
     head_dim = _first(text, "head_dim") or hidden // heads
@@ -93,7 +95,7 @@ def _counted(config: PretrainedConfig) -> ModelShape:
         hidden=hidden,
         layers=len(blocks),
         heads=heads,
-        kv_heads=_first(text, "num_key_value_heads") or heads,
+        kv_heads=(_first(text, "num_key_value_heads") or heads) if kept["keys"] else 0,
         head_dim=head_dim,
         mlp=mlp,
         gated=_is_gated(blocks, hidden, mlp),
@@ -105,9 +107,9 @@ def _counted(config: PretrainedConfig) -> ModelShape:
         max_positions=_first(text, "max_position_embeddings"),
         parameters=_size(model),
         **sums,
-        blocks=sum(map(_size, blocks)),
+        blocks=_size(blocks),
         adapted=tuple(_ends(block, names) for block in blocks),
-        **_kept(decoder, experts),
+        **kept,
         vision=None if family is None else _vision(config, base, family),
     )
 
