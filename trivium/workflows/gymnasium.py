@@ -63,7 +63,7 @@ class Gymnasium(Episodes):
 
 
 def _require() -> None:
-    require("gymnasium", "gymnasium", "gymnasium", "roll out with workflow.kind: gymnasium")
+    require("gymnasium", "gymnasium", "envs", "roll out with workflow.kind: gymnasium")
 
 
 def _unknown(name: str, where: str) -> Iterator[Problem]:

@@ -82,7 +82,7 @@ class Mcp(Episodes):
 
 
 def _require() -> None:
-    require("mcp", "mcp", "mcp", "roll out with workflow.kind: mcp")
+    require("mcp", "mcp", "envs", "roll out with workflow.kind: mcp")
 
 
 class _McpEnvironment(ToolEnvironment):

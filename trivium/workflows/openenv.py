@@ -66,7 +66,7 @@ class OpenEnv(Episodes):
 
 
 def _require() -> None:
-    require("websockets", "websockets", "openenv", "roll out with workflow.kind: openenv")
+    require("websockets", "websockets", "envs", "roll out with workflow.kind: openenv")
 
 
 def socket_url(url: str) -> str:

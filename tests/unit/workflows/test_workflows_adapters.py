@@ -363,5 +363,6 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(monke
     fields = {"gymnasium": {"id": "Guess-v0"}, "mcp": {"url": "http://127.0.0.1:9"}, "verifiers": {"env": {}}}
     for kind, given in fields.items():
         monkeypatch.setitem(sys.modules, kind, None)
-        with refused(MissingPackage, kind, f"pip install 'trivium[{kind}]'"):
+        extra = "verifiers" if kind == "verifiers" else "envs"
+        with refused(MissingPackage, kind, f"pip install 'trivium[{extra}]'"):
             workflow(kind, **given)
