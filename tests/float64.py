@@ -45,10 +45,7 @@ def install() -> None:
 
 
 def differentiate_in_float64(module: nn.Module) -> None:
-    """Changes a module with weights in float64, in place. Experts are computed one by one, because torch has no grouped
-    product in float64."""
-    if getattr(module, "dtype", None) == torch.float64 and hasattr(module, "set_experts_implementation"):
-        cast(Any, module).set_experts_implementation("eager")
+    """Changes a module with weights in float64, in place."""
     for layer in module.modules():
         if type(layer).__name__.endswith(_NARROW) and any(p.dtype == torch.float64 for p in layer.parameters()):
             layer.forward = partial(_forward, layer)

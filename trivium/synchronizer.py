@@ -84,11 +84,11 @@ class Synchronizer(RunRole):
 
     @property
     def draws(self) -> Draws:
-        """The draws of the adaptive curricula, as the trainer published them last."""
+        """The draws of an adaptive curriculum, as the trainer published them last."""
         return self.board.read().get("draws", ())
 
     def publish_draws(self, draws: Draws) -> None:
-        """Publishes the draws of the adaptive curricula: before the version that admits their slots."""
+        """Publishes the draws of an adaptive curriculum: before the version that admits their slots."""
         self._write(lambda values: {**values, "draws": draws})
 
     def request_weights(self, name: str, requested: bool = True, *, idle: bool = False) -> None:

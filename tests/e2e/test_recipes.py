@@ -42,7 +42,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 }
 """Every recipe of supervised steps and then RL, and what keeps it within a second or two."""
 FOR_GPUS = {"gpu_24gb.yaml", "lora_vllm.yaml"}
-"""Those that name a model of the user's: tests/unit/config/test_memory_plan.py plans them."""
+"""Those that name a model of the user's: tests/unit/planning/test_memory_plan.py plans them."""
 OVER_ROWS = {"sft.yaml": 15, "dpo.yaml": 12, "reward_model.yaml": 12, "distill.yaml": 15}
 """The others, and how many steps of a stage show that it learns."""
 OF_THE_DEMO = "short.yaml"

@@ -338,6 +338,6 @@ def _pack_media(item: Media, store: MediaStore | None) -> dict[str, Any]:
 
 def _unpack_media(item: dict[str, Any], store: MediaStore | None) -> Media:
     span = None if item["span"] is None else (item["span"][0], item["span"][1])
-    sha256 = item.get("sha256", "")  # early records have only the bytes
+    sha256 = item["sha256"]
     data = item["data"] if "data" in item else b"" if store is None else store.load(sha256)
     return Media(item["mime"], data, span, sha256)

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from trivium.config.merging import is_mapping
-from trivium.config.recording import can_score_prompts, recorded, scores_observations
+from trivium.config.recording import can_score_prompts, recorded, replays_routing, scores_observations, shape_in
 from trivium.config.rules import Rules
 from trivium.config.schema import WITH_FIXED_VERSIONS, Config, RunConfig
 from trivium.config.sections import ThresholdConfig
 from trivium.foundation.errors import Problem, TriviumError
 from trivium.foundation.metrics import METRICS, depends_on_machine
 from trivium.foundation.registry import describe, resolve, suggest
-from trivium.planning.memory_estimate import replays_routing, shape_in
 from trivium.types import MIN_TEMPERATURE, SERVED, TRAINER, SyncStyle, capabilities_of
 
 CONFIG_RULES = Rules[RunConfig]()

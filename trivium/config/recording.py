@@ -1,15 +1,30 @@
-"""What rollouts record for training beside tokens and log-probabilities."""
+"""What rollouts record for training beside tokens and log-probabilities, and the shape of the model."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trivium.foundation.errors import TriviumError
 from trivium.foundation.registry import describe
-from trivium.planning.memory_estimate import replays_routing, shape_in
 from trivium.types import capabilities_of
 
 if TYPE_CHECKING:
     from trivium.config.schema import RunConfig
+    from trivium.planning.model_shape import ModelShape
+
+
+def shape_in(config: RunConfig) -> ModelShape | None:
+    """The shape of the policy; None if its section does not give it without building or loading the model."""
+    shape = getattr(config.model, "shape", None)
+    try:
+        return shape() if callable(shape) else None  # pyright: ignore[reportReturnType]
+    except TriviumError:  # config.json describes the architecture by other keys
+        return None
+
+
+def replays_routing(config: RunConfig) -> bool:
+    """Whether rollouts record the experts of their tokens."""
+    return getattr(config.train, "router_replay", "off") == "rollout"
 
 
 def recorded(config: RunConfig) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from trivium.foundation.errors import ConfigError, Problem, TriviumError
+from trivium.config.recording import replays_routing, shape_in
+from trivium.foundation.errors import ConfigError, Problem
 from trivium.foundation.registry import describe, resolve
 from trivium.planning.choices import MAX_ROWS, MIB, MICRO_BATCH_TOKENS, micro_batch_tokens
 from trivium.planning.machine import Machine
@@ -321,15 +322,6 @@ def context_limit(config: RunConfig) -> int | None:
     return getattr(config.engine, "max_context", None) or (None if shape is None else shape.max_positions)
 
 
-def shape_in(config: RunConfig) -> ModelShape | None:
-    """The shape of the policy; None if its section does not give it without building or loading the model."""
-    shape = getattr(config.model, "shape", None)
-    try:
-        return shape() if callable(shape) else None  # pyright: ignore[reportReturnType]
-    except TriviumError:  # config.json describes the architecture by other keys
-        return None
-
-
 def vision_in(config: RunConfig) -> str | None:
     """The parts of a stage's vision-language model, with their sizes and whether they are trained; None for a model
     that reads text only, or of unknown size."""
@@ -454,11 +446,6 @@ def _recorded(config: RunConfig, shape: ModelShape, batch: BatchPlan) -> dict[st
         return {}
     sequences = batch.sequences * (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
     return {"recorded routing": 2 * int(sequences) * batch.tokens_per_sequence * shape.routing_per_token}
-
-
-def replays_routing(config: RunConfig) -> bool:
-    """Whether rollouts record the experts of their tokens."""
-    return getattr(config.train, "router_replay", "off") == "rollout"
 
 
 def _travelling(config: RunConfig, batch: BatchPlan, shape: ModelShape, width: int) -> dict[str, int]:

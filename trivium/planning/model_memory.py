@@ -1,7 +1,7 @@
 """The memory of a model of a given shape: on a training rank, and in a rollout engine.
 
 What is held (weights, gradients, optimizer state, caches) is counted. What a pass needs besides (activations) is an
-estimate that measured training steps agree with (tests/unit/config/test_memory_plan.py).
+estimate that measured training steps agree with (tests/unit/planning/test_memory_plan.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def memory_plan(
         items["gathered"] = (2 * block * narrow + shape.embedding * (1 if shape.tied else 2) * wide // tensor) * 2
     elif dtype == "bfloat16" and not (adapts and kept == BYTES[dtype]):
         # autocast keeps the matrices it cast until the pass is over
-        items["gathered"] = (shape.dense + shape.sparse) * 2
+        items["gathered"] = shape.matrices * 2
     if few and narrowed:  # each matrix is dequantized for its product, forward and backward
         items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[dtype]
     fused = gpu == 0 and tensor == 1 and dtype != "bfloat16" and shape.gated and shape.experts == 1

@@ -133,6 +133,11 @@ class ModelShape:
         """Parameters of the blocks that a token is multiplied with: all but those of inactive experts."""
         return self.dense + self.routers + self.sparse * self.active_experts // self.experts
 
+    @property
+    def matrices(self) -> int:
+        """Parameters of the matrices of all blocks; one that several blocks share counts once."""
+        return min(self.dense + self.sparse, self.blocks)
+
     def state_bytes(self, width: int) -> int:
         """Bytes of the recurrent states of one sequence, whose convolutions keep numbers of `width` bytes."""
         return self.convolved * width + self.scanned * max(4, width)
@@ -150,7 +155,7 @@ class ModelShape:
 
     def num_bytes(self, width: int, few: FewBits | None = None) -> int:
         """Bytes of the weights, with `width` bytes for a number. With `few`, the linear layers are in that format."""
-        linear = self.dense + self.sparse if few else 0
+        linear = self.matrices if few else 0
         return (self.parameters - linear) * width + (linear * few.bits // 8 + linear // few.block * 4 if few else 0)
 
     def flops(self, tokens: int, squares: int, head_tokens: int, *, backward: bool, adapted: int = 0) -> float:

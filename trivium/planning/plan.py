@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trivium.config.recording import recorded_in
+from trivium.config.recording import recorded_in, shape_in
 from trivium.config.saved import as_yaml
 from trivium.config.schema import Config, RunConfig
 from trivium.planning.choices import choices, threads_of
@@ -19,7 +19,6 @@ from trivium.planning.memory_estimate import (
     planned,
     planned_engine,
     refuse_what_cannot_fit,
-    shape_in,
     trajectories_per_step,
     vision_in,
     with_limits,

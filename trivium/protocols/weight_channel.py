@@ -60,6 +60,9 @@ class WeightChannel(Protocol):
     def offer(self, version: int, weights: Weights) -> bool:
         """The trainer's side: keeps or sends version `version`. Returns False if no explorer received it. Blocks.
 
+        A `collective` channel is offered the version again if explorers entered its exchange and it returns False. It
+        raises SyncError to give up.
+
         Reads `weights` once, in order, one tensor at a time, and holds only a bounded part of them: with sharded
         training all ranks gather each tensor when it is read. It may stop early if no explorer needs the weights or an
         error occurs; the caller then notifies the other ranks. A channel that hashes the weights keeps the hash of the

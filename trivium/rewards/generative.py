@@ -64,7 +64,7 @@ class GenerativeJudge:
         """The system message; empty sends none."""
         pattern: RegularExpression = changeable(
             r"(?i)\b(?:max(?:imum)?|min(?:imum)?|perfect|full|possible|best|top|highest|lowest)[ -]score\b"
-            r"|(?<![^\W_])score[*_\s]*[:=]\s*[*_]*\s*([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
+            r"|(?:^|(?<=[\W_]))score[*_\s]*[:=]\s*[*_]*\s*([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
         )
         """A Python regular expression: the score is the first group (without one, the match) of its matches, behind the
         last `</think>`. The last line with a score counts, matches without the group do not. A number that is only

@@ -29,7 +29,7 @@ from trivium.foundation.errors import ConfigError, described
 from trivium.foundation.phases import activity
 from trivium.foundation.registry import resolve
 from trivium.loops import Explore, Parts, explore_loop
-from trivium.models.backbone.shape import read_shape
+from trivium.models.backbone.shape import positions_in
 from trivium.monitors.fanout import FanOut, file_monitors
 from trivium.monitors.health import LiveWarnings
 from trivium.planning.memory_estimate import kept_versions
@@ -265,7 +265,7 @@ def algorithm_of(config: RunConfig, stage: Stage | None = None) -> GroupAlgorith
     if algorithm.teacher is None or not algorithm.teacher.context:
         return algorithm
     system = getattr(config.workflow, "system", None)
-    limit = read_shape(algorithm.teacher.path or stage.model_dir).max_positions
+    limit = positions_in(algorithm.teacher.path or stage.model_dir)
     prompts = TeacherPrompts(stage.renderer, algorithm.teacher.context, system, limit)
     return replace(algorithm, teacher_prompts=prompts)
 

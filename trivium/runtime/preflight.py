@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 from trivium.buffers.files import FileBuffer
 from trivium.config import ModelConfig, RunConfig
 from trivium.config.checks import sections_of
+from trivium.config.recording import shape_in
 from trivium.config.rules import Rules
 from trivium.config.schema import Config
 from trivium.foundation.concurrency import usable_cores
@@ -30,15 +31,7 @@ from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.models.vision.images import check_image, decoded
 from trivium.models.vision.processor import read_json
 from trivium.planning.machine import Machine
-from trivium.planning.memory_estimate import (
-    PROMPT_TOKENS,
-    Lengths,
-    TaskTokens,
-    context_limit,
-    gpus_of,
-    planned,
-    shape_in,
-)
+from trivium.planning.memory_estimate import PROMPT_TOKENS, Lengths, TaskTokens, context_limit, gpus_of, planned
 from trivium.planning.parallel import mesh_problems
 from trivium.protocols import TaskSource
 from trivium.rewards.judge import Judge, make_judge

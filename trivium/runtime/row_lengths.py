@@ -14,10 +14,11 @@ from typing import Any
 from trivium.buffers.files import FileBuffer, is_conversation
 from trivium.buffers.row_cuts import cut_turns, excess
 from trivium.config import RunConfig
+from trivium.config.recording import shape_in
 from trivium.foundation.errors import ConfigError, DataError, TriviumError
 from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.models.vision.images import images_of
-from trivium.planning.memory_estimate import context_limit, shape_in
+from trivium.planning.memory_estimate import context_limit
 from trivium.protocols import TaskSource
 from trivium.schedule import Assignment, Schedule
 from trivium.tasks.concatenation import Sources

@@ -74,7 +74,7 @@ class CollectiveChannel:
         address = f"{own_address()}:{self._store.port}"
         exchange = asyncio.run(self._synchronizer.ready_to_nccl_sync(TRAINER, version, address))
         # Without an exchange, every live explorer has the version, perhaps from the one before, which was aborted.
-        delivered = offer.delivered() if exchange is None else self._exchange(exchange, offer, stream)
+        delivered = offer.is_held if exchange is None else self._exchange(exchange, offer, stream)
         self.offered = joined(offer.hashes) if delivered else ""
         if not delivered and len(offer.aborted) == MAX_EXCHANGES:
             raise SyncError(
@@ -87,24 +87,27 @@ class CollectiveChannel:
     def _exchange(self, exchange: Exchange, offer: _Offer, stream: _Stream) -> bool:
         """Sends the weights to the members of an exchange. Returns whether all of them have the whole version."""
         assert self._store is not None
-        offer.group, offer.hashes = None, {}
+        group, hashes = None, dict[str, str]()
         try:
-            group = ExchangeGroup(exchange, 0, self._store, self._synchronizer, stream.device)
-            offer.group = self._group = group
+            group = self._group = ExchangeGroup(exchange, 0, self._store, self._synchronizer, stream.device)
             self._warn(group.by_host)
             group.broadcast_object(stream.tensors)
             while stream.bucket is not None:
-                offer.hashes |= _send_bucket(group, offer.version, stream.bucket)
+                hashes |= _send_bucket(group, offer.version, stream.bucket)
                 stream.advance()
             group.broadcast_object(None)
             problems = group.problems()
         except (ExchangeAborted, RuntimeError) as error:
-            problems = (offer.group.rejections() if offer.group else {}) or {"the exchange": str(error)}
+            problems = (group.rejections() if group is not None else {}) or {"the exchange": str(error)}
             self._close_group()
         except BaseException:  # reading the weights failed: the members must not wait
             self._close_group()
             raise
-        if problems:
+        if group is not None and group.delivered():
+            offer.is_held, offer.hashes = True, hashes
+        if not problems:
+            offer.aborted.clear()
+        else:
             offer.aborted.append(_listed(problems))
             _log.warning("version %d, exchange %d: %s", offer.version, exchange.number, offer.aborted[-1])
         return not problems
@@ -234,15 +237,11 @@ class _Offer:
 
     version: int
     aborted: list[str] = field(default_factory=list[str])
-    """Why each of the aborted ones was aborted."""
-    group: ExchangeGroup | None = None
-    """The group of the last exchange; None before it was formed."""
+    """Why each exchange since the last one without problems was aborted."""
+    is_held: bool = False
+    """Whether an explorer has the whole version, perhaps from an exchange that was aborted for others."""
     hashes: dict[str, str] = field(default_factory=dict[str, str])
-    """The hashes of the tensors that were sent in it."""
-
-    def delivered(self) -> bool:
-        """Whether an explorer has the whole version."""
-        return self.group is not None and self.group.delivered()
+    """The hashes of its tensors, once an explorer has all of them."""
 
 
 class _Stream:

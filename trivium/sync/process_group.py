@@ -185,17 +185,24 @@ class ExchangeGroup:
 
     def _finish(self, work: dist.Work) -> None:
         try:
-            self._wait(work.is_completed, [*self._members.values()])
+            self._wait(work.is_completed, [*self._members.values()], sends=self._rank == 0)
         except BaseException:
             self._abandon(work)
             raise
         work.wait()  # raises the error of the operation
 
     def _wait(
-        self, done: Callable[[], bool], waited_for: Sequence[str], timeout_s: float | None = None, overdue: str = ""
+        self,
+        done: Callable[[], bool],
+        waited_for: Sequence[str],
+        timeout_s: float | None = None,
+        overdue: str = "",
+        *,
+        sends: bool = False,
     ) -> None:
         """Waits for `done`. Raises ExchangeAborted if it can no longer happen, or with the text `overdue` at the
-        deadline."""
+        deadline. One that `sends` ends its wait for a member that has rejected what was sent: nccl does not notice
+        that a member left."""
         deadline = ProgressDeadline(timeout_s or self._deadline.total_seconds())
         check = time.monotonic() + _CHECK_S
         while not done():
@@ -203,6 +210,8 @@ class ExchangeGroup:
                 check = time.monotonic() + _CHECK_S
                 if reason := self._synchronizer.abort_reason(self._exchange, waited_for):
                     raise ExchangeAborted(reason)
+                if sends and (rejections := self.rejections()):
+                    raise ExchangeAborted(", ".join(f"{name}: {why}" for name, why in rejections.items()))
             if not deadline.left_s:
                 raise ExchangeAborted(overdue or f"nothing arrived for {deadline.seconds:.0f} s")
             time.sleep(_POLL_S)

@@ -10,13 +10,14 @@ from pydantic import Field
 
 from trivium.clients.hub import ModelPath
 from trivium.config import Config, ModelConfig, Plugin, RunConfig, TrainConfig, changeable, free
+from trivium.config.recording import shape_in
 from trivium.foundation.errors import MissingPackage, Problem, TriviumError
 from trivium.foundation.registry import describe
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.placement import head_precision_problems, resolve_auto
 from trivium.models.precision import HeadPrecision
 from trivium.models.weights.section import LoraConfig, Refusal, has_library, is_quantized, refusal
-from trivium.planning.memory_estimate import shape_in, vision_problems
+from trivium.planning.memory_estimate import vision_problems
 from trivium.planning.parallel import ParallelConfig, shape_problems
 from trivium.types import Capabilities, capabilities_of
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-import msgpack
 import numpy as np
 import pytest
 import torch
@@ -167,14 +166,6 @@ def test_media_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
         list(Journal(tmp_path / "stage-0").read(0))
     with refused(DataError, media.sha256[:12], "its hash"):  # known by its hash alone
         journal.append(1, with_media(1, Media("image/png", b"", None, media.sha256)))
-
-
-def test_a_journal_with_the_bytes_in_its_records_is_still_read(tmp_path: Path) -> None:
-    media = Media("image/png", b"one picture", (3, 4))
-    record = msgpack.unpackb(encode_group(with_media(0, media)))
-    for turn in record["trajectories"][0]["turns"]:
-        turn[6] = [{"mime": "image/png", "data": b"one picture", "span": [3, 4]}]
-    assert next(iter(decode_group(msgpack.packb(record) or b"").turns())).media == (media,)
 
 
 def test_a_column_that_is_no_json_value_is_named(tmp_path: Path) -> None:

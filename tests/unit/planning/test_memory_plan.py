@@ -45,7 +45,7 @@ from trivium.planning.machine import Machine, host_memory
 from trivium.planning.machine_file import read_machine
 from trivium.planning.memory_estimate import Lengths, TaskTokens
 from trivium.planning.model_memory import engine_memory, memory_plan
-from trivium.planning.model_shape import ModelShape
+from trivium.planning.model_shape import FEW_BITS, ModelShape
 from trivium.planning.plan import plan_run, refuse_too_large, with_choices
 from trivium.text.tiny import TinyModel, tiny_tokenizer
 from trivium.training.device import machine
@@ -184,6 +184,23 @@ class TestCounts:
         assert items["engine states"] == 10 * shape.state_bytes(2)
         assert items["engine prompts"] == 4 * (100 * shape.kv_per_token * 2 + shape.state_bytes(2))
 
+    @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next", "mixtral", "gpt_oss"])
+    def test_experts_have_a_gate(self, kind: str) -> None:
+        assert shape_of({"model_type": kind, "num_hidden_layers": 4}).gated
+
+    def test_queries_of_latent_attention_have_both_parts(self) -> None:
+        assert shape_of({"model_type": "deepseek_v3", "num_hidden_layers": 4}).query == 128 * (128 + 64)
+
+    def test_a_matrix_of_a_router_s_shape_is_no_router(self) -> None:
+        wide = {"num_experts": 512, "shared_expert_intermediate_size": 512, "num_hidden_layers": 4}
+        shape = shape_of({"model_type": "qwen3_next", "moe_intermediate_size": 8, **wide})
+        assert shape.routers == 4 * 512 * shape.hidden
+
+    def test_blocks_that_share_weights_hold_them_once(self) -> None:
+        shape = shape_of({"model_type": "zamba2"})
+        assert shape.dense > shape.parameters > shape.matrices
+        assert shape.num_bytes(2, FEW_BITS["nf4"]) > 0
+
     def test_the_state_of_a_delta_rule_has_its_published_size(self) -> None:
         shape = shape_of(QWEN_NEXT)
         assert shape.state_bytes(2) == 9 * (32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 4 * 2)
@@ -229,9 +246,15 @@ class TestCounts:
             shape_of({**QWEN_1B5, "num_hidden_layers": 1, "num_key_value_heads": 5})
         with refused(DataError, tmp_path / "config.json"):
             read_shape(tmp_path)
-        (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
-        with refused(DataError, tmp_path / "config.json", "unknown"):
-            read_shape(tmp_path)
+        for config in (
+            {"model_type": "unknown"},
+            {"model_type": "unknown", "auto_map": {"AutoConfig": "configuration.Config"}},  # whose code is not run
+            {"model_type": "llama", "hidden_size": 130, "num_attention_heads": 4},
+            {**QWEN_1B5, "hidden_size": "wide"},
+        ):
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            with refused(DataError, tmp_path / "config.json"):
+                read_shape(tmp_path)
 
 
 class TestEstimate:

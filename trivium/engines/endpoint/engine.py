@@ -23,7 +23,7 @@ from trivium.foundation.concurrency import Turns
 from trivium.foundation.errors import ConfigError, Problem, RolloutError, SyncError
 from trivium.foundation.randomness import SampleKey
 from trivium.foundation.registry import resolve
-from trivium.models.backbone.shape import read_shape
+from trivium.models.backbone.shape import positions_in
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.types import Capabilities, Completion, Request, Sampling, StopReason, capabilities_of
@@ -240,7 +240,7 @@ class EndpointEngine:
 
 
 def _context(configured: int | None, model_dir: Path) -> int:
-    built_for = read_shape(model_dir).max_positions if configured is None else configured
+    built_for = positions_in(model_dir) if configured is None else configured
     if built_for is None:
         do = "set engine.max_context"
         raise ConfigError("the longest context", "the model's config does not say (max_position_embeddings)", do)

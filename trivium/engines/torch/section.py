@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trivium.config import RunConfig, free
+from trivium.config.recording import shape_in
 from trivium.engines.section import LocalEngineConfig
 from trivium.foundation.errors import ConfigError, Problem
 from trivium.models.placement import has_gpu, head_precision_problems
 from trivium.models.precision import HeadPrecision
-from trivium.planning.memory_estimate import shape_in
 from trivium.types import EXTRAS, Capabilities
 
 

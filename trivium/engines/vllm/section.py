@@ -11,13 +11,13 @@ from typing import Any, Literal, Self
 from pydantic import PrivateAttr
 
 from trivium.config import RunConfig, free
-from trivium.config.recording import recorded
+from trivium.config.recording import recorded, shape_in
 from trivium.engines.section import LocalEngineConfig
 from trivium.engines.vllm.process import no_vllm
 from trivium.foundation.errors import Problem
 from trivium.models.vision.families import family_in
 from trivium.models.weights.section import LoraConfig, largest_rank
-from trivium.planning.memory_estimate import engines_of, shape_in
+from trivium.planning.memory_estimate import engines_of
 from trivium.types import EXTRAS, Capabilities
 
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -106,7 +106,7 @@ def _loaded(
     from transformers import AutoConfig, GenerationConfig
 
     keep_freed_memory()
-    config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     config.name_or_path = str(path)
     dtype = saved_dtype(config, Path(path)) if dtype == "auto" else dtype
     model = built_empty(partial(kind.from_config, config, dtype=dtype, attn_implementation=attention))

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _TOKENS = 2
 """Tokens of the pass. They are more than one: models compute one token alone in another way."""
+_ROUTERS = {"gate", "router"}
+"""Names of the modules that choose experts. Other matrices may have the shape of theirs."""
 _INNER = ("intermediate_size", "n_inner", "ffn_dim")
 """Inner width of a feed-forward layer."""
 _STATES = {"conv_states": "convolved", "recurrent_states": "scanned"}
@@ -31,14 +33,23 @@ _SHAPES: dict[str, ModelShape] = {}
 
 def read_shape(directory: str | Path) -> ModelShape:
     """The shape of the model in a Hugging Face directory. Raises DataError if transformers cannot build it."""
+    return shape_of(_config_in(directory))
+
+
+def positions_in(directory: str | Path) -> int | None:
+    """The longest sequence of the model in a Hugging Face directory, in tokens; None if its config has no limit."""
+    return _first(_config_in(directory).get_text_config(), "max_position_embeddings")
+
+
+def _config_in(directory: str | Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
     path = Path(directory) / "config.json"
     try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, TypeError, LookupError) as error:
+        return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    # Of what transformers raises for values that do not fit, some derives from `Exception` alone.
+    except Exception as error:
         raise DataError(f"read {path}", str(error), "name a Hugging Face model directory") from error
-    return shape_of(config)
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
@@ -88,7 +99,6 @@ def _counted(config: PretrainedConfig) -> ModelShape:
     experts = experts if sums["sparse"] else 1  # a config may name the experts of layers that this model does not have
     names = linear_layers(decoder, model)
     heads = _first(text, "num_attention_heads", "num_heads") or 1
-    head_dim = _first(text, "head_dim") or hidden // heads
     mlp = (_first(text, "moe_intermediate_size") if experts > 1 else 0) or _first(text, *_INNER) or 4 * hidden
     return ModelShape(
         kind=str(config.model_type).removesuffix("_text"),
@@ -96,9 +106,9 @@ def _counted(config: PretrainedConfig) -> ModelShape:
         layers=len(blocks),
         heads=heads,
         kv_heads=(_first(text, "num_key_value_heads") or heads) if kept["keys"] else 0,
-        head_dim=head_dim,
+        head_dim=_head_dim(text) or hidden // heads,
         mlp=mlp,
-        gated=_is_gated(blocks, hidden, mlp),
+        gated=_is_gated(blocks, hidden, mlp, experts),
         experts=experts,
         active_experts=(_first(text, "num_experts_per_tok") or 1) if experts > 1 else 1,
         shared=_shared(text, mlp) if experts > 1 else 0,
@@ -126,7 +136,8 @@ def _parts(block: nn.Module, hidden: int, experts: int) -> Iterator[tuple[str, i
     from torch import nn
 
     stacked = {id(p) for part in block.modules() if _is_list_of_experts(part, experts) for p in part.parameters()}
-    for part in block.modules():
+    for path, part in block.named_modules():
+        routes = experts > 1 and not _ROUTERS.isdisjoint(path.split("."))
         for name, parameter in part.named_parameters(recurse=False):
             shape = tuple(parameter.shape)
             if len(shape) == 2 and "bias" in name and shape[0] == experts:
@@ -136,7 +147,7 @@ def _parts(block: nn.Module, hidden: int, experts: int) -> Iterator[tuple[str, i
             elif id(parameter) in stacked or _is_stacked(parameter, experts):
                 yield "sparse", parameter.numel()
             else:
-                yield "routers" if experts > 1 and shape == (experts, hidden) else "dense", parameter.numel()
+                yield "routers" if routes and shape == (experts, hidden) else "dense", parameter.numel()
 
 
 def _is_list_of_experts(part: nn.Module, experts: int) -> bool:
@@ -160,14 +171,21 @@ def _ends(block: nn.Module, names: list[str]) -> int:
     return sum(sum(layer.weight.shape) for layer in layers)
 
 
-def _is_gated(blocks: nn.ModuleList, hidden: int, mlp: int) -> bool:
-    """Whether a feed-forward layer makes two vectors of its inner width from its input."""
-    inner = [
-        max(shape[-2:])
-        for parameter in blocks.parameters()
-        if len(shape := tuple(parameter.shape)) in (2, 3) and min(shape[-2:]) == hidden
-    ]
-    return 2 * mlp in inner or inner.count(mlp) >= 3 * len(blocks)
+def _is_gated(blocks: nn.ModuleList, hidden: int, mlp: int, experts: int) -> bool:
+    """Whether a feed-forward layer, or each expert, makes two vectors of its inner width from its input: in one matrix,
+    or in a second one."""
+    shapes = [tuple(parameter.shape) for parameter in blocks.parameters()]
+    if any(len(shape) == 3 and shape[0] == experts > 1 for shape in shapes):
+        return any(sorted(shape[1:]) == sorted((hidden, 2 * mlp)) for shape in shapes if len(shape) == 3)
+    widths = [sorted(shape) for shape in shapes if len(shape) == 2]
+    matrices = widths.count(sorted((hidden, mlp)))
+    return sorted((hidden, 2 * mlp)) in widths or matrices >= 3 * len(blocks) * experts
+
+
+def _head_dim(text: PretrainedConfig) -> int | None:
+    """Width of a head's queries. With latent attention it is the sum of a part with positions and one without."""
+    parts = [_first(text, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    return _first(text, "head_dim") if None in parts else sum(part or 0 for part in parts)
 
 
 def _kept(decoder: nn.Module, experts: int) -> dict[str, int]:
@@ -225,7 +243,9 @@ def _size(part: nn.Module) -> int:
     return sum(parameter.numel() for parameter in part.parameters())
 
 
-def _first(config: Any, *names: str) -> int | None:
-    """The first of these entries of a config that is a number."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), None)
+def _first(config: PretrainedConfig, *names: str) -> int | None:
+    """The first of these entries of a config that is a number. Reading an attribute raises for one that varies by
+    layer."""
+    values = config.to_dict()
+    numbers = (values.get(name, values.get(config.attribute_map.get(name, ""))) for name in names)
+    return next((number for number in numbers if isinstance(number, int)), None)

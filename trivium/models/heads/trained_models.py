@@ -128,6 +128,8 @@ class FilledModel(nn.Module):
         """Replaces layers by faster ones. The choice does not depend on weights: ranks that share a model choose as a
         single process does."""
         decoder = decoder_of(self.module)
+        if self.module.dtype == torch.float64:
+            self.module.set_experts_implementation("eager")  # torch has no grouped product in float64
         if not autocast:
             use_onednn(decoder, self.device)
         fuse(decoder, self.device)
