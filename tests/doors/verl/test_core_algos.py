@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,54 @@ def test_an_argument_that_is_missing_is_named() -> None:
         core_algos.compute_grpo_outcome_advantage(torch.zeros(1, 1), torch.ones(1, 1))
     with pytest.raises(AttributeError, match="compute_no_advantage"):
         core_algos.compute_no_advantage  # noqa: B018
+
+
+REWARDS, MASK, INDEX = torch.tensor([[0.0, 1.0], [0.0, 0.5], [2.0, 0.0], [0.0, 0.0]]), torch.ones(4, 2), [0, 0, 1, 1]
+GROUPS, NAMES = (REWARDS, MASK, INDEX), "token_level_rewards response_mask index"
+PARAMETERS = {
+    "gae": "token_level_rewards values response_mask gamma lam",
+    "grpo": f"{NAMES} epsilon norm_adv_by_std_in_grpo config",
+    "grpo_vectorized": f"{NAMES} epsilon norm_adv_by_std_in_grpo config",
+    "grpo_passk": f"{NAMES} epsilon norm_adv_by_std_in_grpo config kwargs",
+    "reinforce_plus_plus": "token_level_rewards response_mask config kwargs",
+    "reinforce_plus_plus_baseline": f"{NAMES} epsilon config kwargs",
+    "remax": "token_level_rewards reward_baselines response_mask config kwargs",
+    "rloo": f"{NAMES} epsilon config kwargs",
+    "rloo_vectorized": f"{NAMES} epsilon config kwargs",
+    "opo": f"{NAMES} epsilon config kwargs",
+    "gpg": f"{NAMES} epsilon f_norm alpha config kwargs",
+    "optimal_token_baseline": f"{NAMES} old_log_probs sum_pi_squared rollout_is_weights handle_zero_tail "
+    "epsilon config kwargs",
+    "tir_optimal_token_baseline": f"{NAMES} old_log_probs sum_pi_squared rollout_is_weights handle_zero_tail "
+    "epsilon config kwargs",
+}
+
+
+@pytest.mark.parametrize("name", core_algos.ESTIMATORS)
+def test_estimators_have_verls_parameters_in_verls_order(name: str) -> None:
+    assert list(signature(core_algos.get_adv_estimator_fn(name)).parameters) == PARAMETERS[name].split()
+
+
+def test_positional_arguments_are_verls() -> None:
+    for name, more in (("gpg", (1e-6, 1.0, 1.0, None)), ("rloo", (1e-6, None)), ("opo", (1e-6, None))):
+        function = core_algos.get_adv_estimator_fn(name)
+        torch.testing.assert_close(function(*GROUPS, *more), function(*GROUPS))
+    gpg = core_algos.compute_gpg_outcome_advantage
+    torch.testing.assert_close(2 * gpg(*GROUPS, 1e-6, 2.0)[0], gpg(*GROUPS)[0])
+    returns = core_algos.compute_reinforce_plus_plus_outcome_advantage(REWARDS, MASK, {"gamma": 0.5})[1]
+    assert returns[:, 0].tolist() == [0.5, 0.25, 2.0, 0.0]
+
+
+def test_only_the_estimators_that_read_the_config_in_verl_read_it() -> None:
+    plain = {"norm_adv_by_std_in_grpo": False}
+    for function, reads in (
+        (core_algos.compute_grpo_outcome_advantage, False),
+        (core_algos.compute_grpo_passk_outcome_advantage, True),
+    ):
+        by_config, by_default = function(*GROUPS, config=plain)[0], function(*GROUPS)[0]
+        assert torch.equal(by_config, by_default) is not reads
+    gamma = core_algos.compute_reinforce_plus_plus_outcome_advantage(REWARDS, MASK, gamma=0.5)[1]
+    assert gamma[:, 0].tolist() == [1.0, 0.5, 2.0, 0.0]
 
 
 def test_rejection_by_the_names_of_earlier_versions() -> None:

@@ -1,7 +1,7 @@
 """verl's `core_algos`: its names and arguments of advantage estimators and losses, in two tables.
 
 `ESTIMATORS` and `POLICY_LOSSES` give each name of verl the function of `trivium.algorithms` with the formula, and each
-argument of verl the option there. The functions that verl's modules have (`compute_grpo_outcome_advantage`,
+option there the argument of verl. The functions that verl's modules have (`compute_grpo_outcome_advantage`,
 `compute_policy_loss_gspo`, ...) are made from the rows. Tensors are (B, R): B sequences, R tokens of the longest
 response. Values outside `response_mask` are zero. `config` is any object or mapping with verl's keys.
 """
@@ -57,31 +57,32 @@ class Estimator:
     """The name of the function in verl's module."""
     kind: str
     """The name of the estimator in `trivium.algorithms`."""
-    tensors: Sequence[str] = (_REWARDS, _MASK, "index")
-    """The required arguments in verl's order."""
+    required: Sequence[str] = (_REWARDS, _MASK, "index")
+    """The required parameters in verl's order."""
+    optional: Mapping[str, Any] = field(default_factory=lambda: {"epsilon": 1e-6, "config": None})
+    """The other parameters in verl's order -> verl's default. Those that no other field names have no effect."""
+    keywords: bool = True
+    """Whether verl's function accepts further keywords. They have no effect."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     """Argument with a tensor -> the column of the inputs."""
-    options: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Argument, or key of the argument `config` -> the option, in verl's order."""
+    options: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    """Option -> the arguments, or keys of the argument `config`, with its value, the first one that is set."""
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options that the name determines."""
+    __signature__: Signature = field(init=False, repr=False, compare=False)
+    """The signature of verl's function."""
 
-    @property
-    def signature(self) -> Signature:
-        """The parameters of verl's function. Further keywords have no effect."""
+    def __post_init__(self) -> None:
         kind = Parameter.POSITIONAL_OR_KEYWORD
-        optional = [name for name in (*self.columns, *self.options, "config") if name not in self.tensors]
-        return Signature(
-            [
-                *(Parameter(name, kind) for name in self.tensors),
-                *(Parameter(name, kind, default=None) for name in optional),
-                Parameter("unread", Parameter.VAR_KEYWORD),
-            ]
-        )
+        parameters = [Parameter(name, kind) for name in self.required]
+        parameters += [Parameter(name, kind, default=default) for name, default in self.optional.items()]
+        if self.keywords:
+            parameters.append(Parameter("kwargs", Parameter.VAR_KEYWORD))
+        object.__setattr__(self, "__signature__", Signature(parameters))
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Returns (advantages, returns). `index` (B,) names the groups. Raises TypeError for a missing argument."""
-        given = self.signature.bind(*args, **kwargs).arguments
+        given = self.__signature__.bind(*args, **kwargs).arguments
         rewards, mask = given[_REWARDS], given[_MASK].bool()
         rows = torch.arange(len(rewards))
         index = given.get("index")
@@ -92,41 +93,54 @@ class Estimator:
             if (tensor := given.get(name)) is not None
         }
         options = {
-            option: value
-            for name, option in self.options.items()
-            if (value := first_value(given, [name, f"config.{name}"])) is not None
+            option: value for option, keys in self.options.items() if (value := first_value(given, keys)) is not None
         }
         inputs = AdvantageInputs(rewards, mask, group, rows, columns)
         advantages, returns = resolve("advantages", self.kind)(inputs, **options, **self.fixed)
         return advantages.detach(), returns.detach()
 
 
-_BY_STD = {"epsilon": "epsilon", "norm_adv_by_std_in_grpo": "norm_by_std"}
+_BY_STD: dict[str, Any] = {
+    "optional": {"epsilon": 1e-6, "norm_adv_by_std_in_grpo": True, "config": None},
+    "keywords": False,
+    "options": {"epsilon": ("epsilon",), "norm_by_std": ("norm_adv_by_std_in_grpo",)},
+}
 _TOKEN_BASELINE: dict[str, Any] = {
-    "tensors": (_REWARDS, _MASK, "index", "old_log_probs", "sum_pi_squared"),
+    "required": (_REWARDS, _MASK, "index", "old_log_probs", "sum_pi_squared"),
     "columns": {
         "old_log_probs": "log_prob",
         "sum_pi_squared": "sum_pi_squared",
         "rollout_is_weights": "rollout_is_weights",
     },
-    "options": {"handle_zero_tail": "handle_zero_tail"},
+    "options": {"handle_zero_tail": ("handle_zero_tail",)},
 }
 ESTIMATORS: Mapping[str, Estimator] = {
     "gae": Estimator(
         "compute_gae_advantage_return",
         "gae",
-        (_REWARDS, "values", _MASK),
+        (_REWARDS, "values", _MASK, "gamma", "lam"),
+        {},
+        keywords=False,
         columns={"values": "values"},
-        options={"gamma": "gamma", "lam": "lam"},
+        options={"gamma": ("gamma",), "lam": ("lam",)},
     ),
-    "grpo": Estimator("compute_grpo_outcome_advantage", "grpo", options=_BY_STD),
-    "grpo_vectorized": Estimator("compute_grpo_vectorized_outcome_advantage", "grpo", options=_BY_STD),
-    "grpo_passk": Estimator("compute_grpo_passk_outcome_advantage", "grpo_passk", options=_BY_STD),
+    "grpo": Estimator("compute_grpo_outcome_advantage", "grpo", **_BY_STD),
+    "grpo_vectorized": Estimator("compute_grpo_vectorized_outcome_advantage", "grpo", **_BY_STD),
+    "grpo_passk": Estimator(
+        "compute_grpo_passk_outcome_advantage",
+        "grpo_passk",
+        optional=_BY_STD["optional"],
+        options={
+            "epsilon": ("epsilon",),
+            "norm_by_std": ("config.norm_adv_by_std_in_grpo", "norm_adv_by_std_in_grpo"),
+        },
+    ),
     "reinforce_plus_plus": Estimator(
         "compute_reinforce_plus_plus_outcome_advantage",
         "reinforce_plus_plus",
         (_REWARDS, _MASK),
-        options={"gamma": "gamma"},
+        {"config": None},
+        options={"gamma": ("config.gamma",)},
     ),
     "reinforce_plus_plus_baseline": Estimator(
         "compute_reinforce_plus_plus_baseline_outcome_advantage", "reinforce_plus_plus_baseline"
@@ -135,17 +149,29 @@ ESTIMATORS: Mapping[str, Estimator] = {
         "compute_remax_outcome_advantage",
         "remax",
         (_REWARDS, "reward_baselines", _MASK),
+        {"config": None},
         columns={"reward_baselines": "greedy_reward"},
     ),
     "rloo": Estimator("compute_rloo_outcome_advantage", "rloo"),
     "rloo_vectorized": Estimator("compute_rloo_vectorized_outcome_advantage", "rloo", fixed={"alone": "zero"}),
     "opo": Estimator("compute_opo_outcome_advantage", "opo"),
-    "gpg": Estimator("compute_gpg_outcome_advantage", "gpg", options={"f_norm": "f_norm"}),
+    "gpg": Estimator(
+        "compute_gpg_outcome_advantage",
+        "gpg",
+        optional={"epsilon": 1e-6, "f_norm": 1.0, "alpha": 1.0, "config": None},
+        options={"f_norm": ("f_norm",)},
+    ),
     "optimal_token_baseline": Estimator(
-        "compute_optimal_token_baseline_advantage", "optimal_token_baseline", **_TOKEN_BASELINE
+        "compute_optimal_token_baseline_advantage",
+        "optimal_token_baseline",
+        optional={"rollout_is_weights": None, "handle_zero_tail": False, "epsilon": 1e-8, "config": None},
+        **_TOKEN_BASELINE,
     ),
     "tir_optimal_token_baseline": Estimator(
-        "compute_multi_turn_optimal_token_baseline_advantage", "tir_optimal_token_baseline", **_TOKEN_BASELINE
+        "compute_multi_turn_optimal_token_baseline_advantage",
+        "tir_optimal_token_baseline",
+        optional={"rollout_is_weights": None, "handle_zero_tail": True, "epsilon": 1e-8, "config": None},
+        **_TOKEN_BASELINE,
     ),
 }
 """Each `adv_estimator` of verl whose function reads tensors alone. GDPO reads the components of the reward."""
