@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ import torch
 from failing import refused
 
 from trivium.foundation.errors import ConfigError
+from trivium.foundation.registry import resolve
 from trivium.frontdoors.verl import AdvantageEstimator, core_algos
 from trivium.frontdoors.verl.config.correction_bounds import rejection
 from trivium.frontdoors.verl.objects.core_algos import RegistryError
+from trivium.frontdoors.verl.registered import loss_address
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data"
 
@@ -170,3 +173,16 @@ def test_registries_hold_what_ships_and_what_is_added(monkeypatch: pytest.Monkey
             raises()
     with refused(RegistryError, "nothing", "@register_policy_loss"):
         core_algos.get_policy_loss_fn("nothing")
+
+
+def test_functions_of_verl_and_objects_are_registered_under_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", {})
+    vanilla, gspo = core_algos.compute_policy_loss_vanilla, core_algos.compute_policy_loss_gspo
+    for _ in range(2):
+        assert core_algos.register_policy_loss("mine")(vanilla) is vanilla
+    assert resolve("policy_losses", loss_address("mine") or "") is vanilla
+    with refused(RegistryError, "mine", "compute_policy_loss_vanilla"):
+        core_algos.register_policy_loss("mine")(gspo)
+    core_algos.register_policy_loss("low")(partial(vanilla, loss_agg_mode="token-mean"))
+    with refused(RegistryError, "low"):
+        core_algos.register_policy_loss("low")(partial(vanilla, loss_agg_mode="seq-mean-token-sum"))

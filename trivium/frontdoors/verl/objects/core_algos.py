@@ -275,6 +275,8 @@ _FUNCTIONS: Mapping[str, Function] = {
     **{known.function: known for known in ESTIMATORS.values()},
     **{f"compute_policy_loss_{mode}": known for mode, known in POLICY_LOSSES.items()},
 }
+for _name, _function in _FUNCTIONS.items():  # a script may register a function of verl under another name
+    object.__setattr__(_function, "__qualname__", _name)
 
 
 def __getattr__(name: str) -> Function:
@@ -339,12 +341,16 @@ def _registered(
     key = _key(name)
     registered = functions.get(key)
     # The module of a function may be loaded twice: by the script, and by the address in a config.
-    same = (registered.__module__, registered.__qualname__) if registered is not None else None
-    if key in shipped or same not in (None, (function.__module__, function.__qualname__)):
+    if key in shipped or (registered is not None and _identity(registered) != _identity(function)):
         known = f"the estimator or loss {key!r}" if registered is None else name_of(registered)
         raise RegistryError(f"register {key!r}", f"the name stands for {known}", "choose another name")
     functions[key] = function
     return function
+
+
+def _identity(function: Function) -> tuple[str, object]:
+    """Returns the address of a function. An object without a name is only itself."""
+    return function.__module__, getattr(function, "__qualname__", function)
 
 
 def _lookup(functions: Mapping[str, Function], what: str, decorator: str, name: str | Enum) -> Function:
