@@ -179,6 +179,13 @@ def test_overrides_that_cannot_be_read_are_named_at_once() -> None:
     assert [problem.where for problem in error.value.problems] == ["a.b", "c", "d", "f.g", "h"]
 
 
+@pytest.mark.parametrize("key", ["a.path", "a.b.path", "a[3]", "a[0].c.d[0]", "~a.path.x", "["])
+def test_overrides_of_a_list_name_its_elements(key: str) -> None:
+    assert overridden({"a": [{"b": 1}, 5]}, ["a.0.b=3", "a[1]=4"]) == {"a": [{"b": 3}, 4]}
+    with refused(ConfigError, key.lstrip("~"), "a.0.b"):
+        overridden({"a": [{"b": 1, "c": [1]}]}, [f"{key}=1" if key[0] != "~" else key])
+
+
 MAPPED = Table(
     {
         "opt.style": Mapped("train.optimizer.schedule"),

@@ -24,17 +24,26 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
             do = "write section.key=value, +section.key=value or ~section.key"
             problems.append(Problem(text, "an override", "no `=`" if key else "no key", do))
             continue
+        removed = text.startswith("~")
         try:
-            if text.startswith("~"):
-                above, _, last = key.rpartition(".")
-                section = omegaconf.OmegaConf.select(result, above) if above else result
-                if omegaconf.OmegaConf.is_dict(section):
-                    section.pop(last, None)
-            else:
-                omegaconf.OmegaConf.update(result, key, value_of(value), force_add=True)
-        except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
+            read = None if removed else value_of(value)
+        except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, ValueError) as error:
             cause = str(getattr(error, "problem", None) or error).partition("\n")[0]
             problems.append(Problem(key, value, cause, "correct the value, or quote it: key='...'"))
+            continue
+        try:
+            if not removed:
+                omegaconf.OmegaConf.update(result, key, read, force_add=True)
+                continue
+            above, _, last = key.rpartition(".")
+            section = omegaconf.OmegaConf.select(result, above) if above else result
+            if omegaconf.OmegaConf.is_dict(section):
+                section.pop(last, None)
+        except (IndexError, TypeError, ValueError):  # some are errors of OmegaConf, others of Python
+            do = "name an element of the list by its number (a.0.b=c), or write the whole list"
+            problems.append(Problem(key, value, "it leads to no element of a list", do))
+        except omegaconf.errors.OmegaConfBaseException as error:
+            problems.append(Problem(key, value, str(error).partition("\n")[0], "correct the key"))
     if problems:
         raise ConfigError("overrides", f"{len(problems)} problem(s)", "fix them all at once:", problems)
     return omegaconf.OmegaConf.to_container(result, resolve=False)
