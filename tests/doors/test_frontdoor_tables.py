@@ -186,6 +186,13 @@ def test_overrides_of_a_list_name_its_elements(key: str) -> None:
         overridden({"a": [{"b": 1, "c": [1]}]}, [f"{key}=1" if key[0] != "~" else key])
 
 
+@pytest.mark.parametrize("text", ["{k:v}", "{a: {k:v}}", "[{k:v, a: 1}]"])
+def test_a_colon_without_a_space_is_no_key(text: str) -> None:
+    assert value_of("{k: v, 'a:b': 1}") == {"k": "v", "a:b": 1}
+    with refused(ConfigError, "x", "'k:v'", "space"):
+        overridden({}, [f"x={text}"])
+
+
 MAPPED = Table(
     {
         "opt.style": Mapped("train.optimizer.schedule"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -31,6 +31,9 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
             cause = str(getattr(error, "problem", None) or error).partition("\n")[0]
             problems.append(Problem(key, value, cause, "correct the value, or quote it: key='...'"))
             continue
+        if joined := _joined(read):
+            problems.append(Problem(key, value, f"{joined!r} has no value", "write a space after the colon"))
+            continue
         try:
             if not removed:
                 omegaconf.OmegaConf.update(result, key, read, force_add=True)
@@ -53,3 +56,14 @@ def value_of(text: str) -> Any:
     """Returns the value that a text stands for in YAML; an empty text is itself."""
     omegaconf = imported_omegaconf("overrides (a.b=c)").OmegaConf
     return omegaconf.to_container(omegaconf.from_dotlist([f"value={text}"]))["value"] if text.strip() else ""
+
+
+def _joined(value: object) -> str | None:
+    """Returns a key of a mapping in the value that YAML reads from `{k:v}`: `k:v` without a value."""
+    if isinstance(value, list):
+        return next(filter(None, map(_joined, cast(list[object], value))), None)
+    for key, part in cast(dict[object, object], value).items() if isinstance(value, dict) else ():
+        joined = key if isinstance(key, str) and ":" in key and part is None else _joined(part)
+        if joined:
+            return joined
+    return None

@@ -1,6 +1,6 @@
 """`python -m trivium.frontdoors.verl a.b=c ...`: the command line of verl's `main_ppo`, with its overrides.
 
-Overrides are those of Hydra (`a.b=c`, `+a.b=c`, `~a.b`) with values in YAML, over verl's defaults or the file of
+Overrides (`a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`) have values in YAML, and are laid over verl's defaults or the file of
 `--config-path DIR --config-name NAME`. docs/ray-ppo-trainer.md says what becomes of every key.
 Exit codes: 0 finished, 1 failed, 2 invalid config or arguments.
 """
