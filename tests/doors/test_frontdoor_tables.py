@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.failing import refused
 from trivium.config import merged
 from trivium.foundation.errors import ConfigError, MissingPackage
 from trivium.frontdoors.overrides import overridden, value_of
-from trivium.frontdoors.plain_values import resolved
+from trivium.frontdoors.plain_values import escaped, plain, resolved, unescaped
 from trivium.frontdoors.tables import Ignored, Mapped, Restricted, Table, announce, is_off
 
 TABLE = Table(
@@ -112,6 +113,28 @@ def test_references_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config["a"] == {"x": 2, "same": 2, "up": 2, "whole": {"y": 2, "text": "runs/2/2"}, "missing": "???"}
     expected = {"chosen": 2, "fallback": 7, "unset": None, "near": 2, "quoted": "~/models/x", "environment": "2"}
     assert config["c"] == expected | {"home": "here", "broken": "${a.none}"}
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (r"a\${x}", "a${x}"),
+        (r"costs \${", "costs ${"),
+        (r"\${a.b}/${c}", "${a.b}/5"),
+        (r"x\\\${y}", r"x\${y}"),
+        (r"${d}", "${e}"),
+        (r"x\\${c}", r"x\5"),
+        (r"no\reference", r"no\reference"),
+    ],
+)
+def test_text_without_a_reference_may_be_read_again(written: str, text: str) -> None:
+    config = {"name": written, "list": [{"name": written}], "c": 5, "d": r"\${e}"}
+    once = resolved(config)
+    assert once == resolved(once) == plain(OmegaConf.create(config)) == resolved(plain(OmegaConf.create(once)))
+    assert unescaped(once)["name"] == unescaped(once)["list"][0]["name"] == OmegaConf.create(config).name == text
+    table = Table({"name": Mapped("run.name"), "list": Ignored("-"), "c": Ignored("-"), "d": Ignored("-")})
+    assert [table.read(each)["name"] for each in (config, once, OmegaConf.create(once))] == [text] * 3
+    assert resolved(escaped({"name": text})) == escaped({"name": text})
 
 
 def test_text_that_begins_no_reference_is_named() -> None:

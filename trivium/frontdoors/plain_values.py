@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, cast
 
@@ -16,7 +16,9 @@ from trivium.foundation.errors import ConfigError, MissingPackage
 
 _MISSING = "???"
 """OmegaConf's marker for a mandatory value that is not set."""
-_REFERENCE = re.compile(r"\$\{.*\}")
+_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*(\$\{.*\})")
+_OPENED = re.compile(r"(\\*)\$\{")
+_ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\\$\{")
 
 
 def is_missing(value: object) -> bool:
@@ -27,11 +29,33 @@ def is_missing(value: object) -> bool:
 def unresolved(value: object) -> str | None:
     """Returns the unresolved references of a value, or None."""
     match = _REFERENCE.search(value) if isinstance(value, str) else None
-    return match and match.group(0)
+    return match and match.group(1)
+
+
+def escaped(value: Any) -> Any:
+    """Returns a value with `\\${` for each `${`, so that its text holds no references."""
+    return _of_texts(value, lambda text: _OPENED.sub(lambda match: f"{match[1] * 2}\\${{", text))
+
+
+def unescaped(value: Any) -> Any:
+    """Returns a value with `${` for each `\\${`: the inverse of `escaped`."""
+    return _of_texts(value, lambda text: _ESCAPED.sub(lambda match: f"{match[1][::2]}${{", text))
+
+
+def _of_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a value with all its texts changed."""
+    if isinstance(value, dict):
+        return {key: _of_texts(part, change) for key, part in cast(dict[Any, Any], value).items()}
+    if isinstance(value, list):
+        return [_of_texts(part, change) for part in cast(list[Any], value)]
+    return change(value) if type(value) is str else value
 
 
 def plain(value: object) -> Any:
-    """Converts OmegaConf containers, dataclasses, namespaces and mappings to plain mappings, lists and values."""
+    """Converts OmegaConf containers, dataclasses, namespaces and mappings to plain mappings, lists and values.
+
+    Text of a container is as in `resolved`.
+    """
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
         return plain(_resolved(omegaconf, value))
@@ -74,7 +98,8 @@ def read(config: Any, key: str, default: Any = None) -> Any:
 
 def resolved(config: Any) -> Any:
     """Resolves the references of a plain config, as OmegaConf does: `${a.b}`, `${.b}`, `${oc.select:a.b,default}`,
-    `${oc.env:NAME,default}`. A text whose reference leads to no value stays as it is.
+    `${oc.env:NAME,default}`. A text whose reference leads to no value stays as it is, and `\\${`
+    stays escaped (`unescaped`), so that the result may be resolved again.
 
     Raises ConfigError for `${` that begins no reference, and MissingPackage for references without OmegaConf.
     """
@@ -120,6 +145,6 @@ def _resolved(omegaconf: Any, value: Any) -> Any:
 
 def _entry(omegaconf: Any, container: Any, key: Any) -> Any:
     try:
-        return _resolved(omegaconf, container[key])
+        return _resolved(omegaconf, escaped(container[key]))
     except (omegaconf.errors.OmegaConfBaseException, RecursionError):  # a missing value, or a reference to none
         return omegaconf.OmegaConf.to_container(container, resolve=False)[key]

@@ -28,7 +28,7 @@ import yaml
 
 from trivium.config import RunConfig, merged
 from trivium.foundation.errors import ConfigError, Problem
-from trivium.frontdoors.plain_values import is_missing, plain, resolved, unresolved
+from trivium.frontdoors.plain_values import is_missing, plain, resolved, unescaped, unresolved
 
 _log = logging.getLogger("trivium")
 _announced: set[str] = set()
@@ -205,7 +205,7 @@ class Table:
             problems += wrong
             if wrong:
                 continue
-            entry = self.entries.get(target)
+            entry, value = self.entries.get(target), unescaped(value)
             value = _typed(value, entry)[0] if isinstance(entry, Mapped) else value
             if target == key and value is not None:
                 values[key] = value

@@ -29,6 +29,7 @@ from trivium.frontdoors.verl import (
     validate_config,
     with_defaults,
 )
+from trivium.frontdoors.verl.translation import settings_of
 from trivium.text.tiny import tiny_tokenizer
 
 MODEL = {
@@ -83,6 +84,17 @@ def test_a_config_has_verls_defaults_and_the_arguments() -> None:
     with pytest.raises(AttributeError, match="max_promt_length"):
         config.data.max_promt_length  # noqa: B018
     assert config.transfer_queue.enable is False
+
+
+def test_text_without_a_reference_stays_what_it_is() -> None:
+    config = config_of([r"trainer.project_name=a\${x}", r"trainer.default_local_dir=${trainer.project_name}/b"])
+    for each in (config, with_defaults(config), with_defaults(with_defaults(config))):
+        values = settings_of(each)
+        assert values["trainer.project_name"] == "a${x}"
+        assert str(values["trainer.default_local_dir"]) == "a${x}/b"
+    assert with_defaults(config).trainer.project_name == "a${x}"
+    renamed = with_defaults(config_of([r"trainer.val_generations_to_log_to_wandb=3", r"algorithm.my_key=\${x}"]))
+    assert (renamed.trainer.log_val_generations, renamed.algorithm.my_key) == (3, "${x}")
 
 
 def test_a_config_file_is_under_the_arguments(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from trivium.config import read_yaml
 from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
-from trivium.frontdoors.plain_values import container_of, plain, resolved
+from trivium.frontdoors.plain_values import container_of, escaped, plain, resolved
 from trivium.frontdoors.verl.config.config_table import TABLE
 
 _DEFAULTS = "ppo_trainer"
@@ -67,7 +67,8 @@ def with_defaults(config: Mapping[str, Any]) -> Any:
     verl = TABLE.read(config)
     names = dict.fromkeys(key.partition(".")[0] for key in TABLE.entries)
     defaults = {name: verl.section(name) for name in names if any(key.startswith(f"{name}.") for key in TABLE.entries)}
-    return container_of(_under(_under(_SWITCHES, defaults), resolved(plain(config))), "a config with verl's defaults")
+    base = _under(_SWITCHES, escaped(defaults))
+    return container_of(_under(base, resolved(plain(config))), "a config with verl's defaults")
 
 
 _SWITCHES: dict[str, Any] = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trivium.algorithms.shaping import overlong_fraction
 from trivium.foundation.concurrency import usable_cores
 from trivium.foundation.errors import ConfigError, DataError
-from trivium.frontdoors.plain_values import plain, read
+from trivium.frontdoors.plain_values import plain, read, unescaped
 from trivium.frontdoors.reward_calls import OnError, Result, Scorer
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView
 from trivium.frontdoors.verl.rewards.reward_bases import (
@@ -60,7 +60,7 @@ def _either_arguments(init: Callable[..., None]) -> Callable[..., None]:
         given = inspect.signature(_of_a_config).bind(*arguments, **named)
         given.apply_defaults()
         vars(self).update(given.arguments)
-        options = plain(read(read(given.arguments["config"], "reward", {}), "reward_kwargs", {}))
+        options = unescaped(plain(read(read(given.arguments["config"], "reward", {}), "reward_kwargs", {})))
         options = {name: value for name, value in options.items() if name in named_options}
         init(self, given.arguments["tokenizer"], 0, given.arguments["compute_score"], **options)
         self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)

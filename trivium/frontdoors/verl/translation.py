@@ -13,7 +13,7 @@ from typing import Any
 
 from trivium.config import config_from_mapping, merged
 from trivium.foundation.errors import ConfigError, Problem, TriviumError
-from trivium.frontdoors.plain_values import plain, resolved
+from trivium.frontdoors.plain_values import plain, resolved, unescaped
 from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.verl.config.algorithm_section import algorithm_of, distillation_of, names_of
 from trivium.frontdoors.verl.config.config_table import TABLE
@@ -66,7 +66,7 @@ def _with_own_keys(verl: Settings, config: object) -> Settings:
     own = [p.where for p in verl.problems if p.where.startswith(prefixes) and TABLE.entry_of(p.where) is None]
     if not own:
         return verl
-    values, whole = dict(verl.values), resolved(plain(config))
+    values, whole = dict(verl.values), unescaped(resolved(plain(config)))
     for key in own:
         values[key] = reduce(lambda section, name: section[name], key.split("."), whole)
     return replace(verl, values=values, problems=tuple(p for p in verl.problems if p.where not in own))

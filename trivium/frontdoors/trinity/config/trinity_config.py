@@ -13,7 +13,7 @@ from typing import Any
 
 from trivium.config import merged, read_yaml
 from trivium.foundation.errors import Problem, TriviumError
-from trivium.frontdoors.plain_values import plain, resolved
+from trivium.frontdoors.plain_values import plain, resolved, unescaped
 from trivium.frontdoors.tables import Settings, Table
 from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET
@@ -73,7 +73,7 @@ class TrinityConfig:
         node: Any = self.plain
         for name in prefix.split("."):
             node = node.get(name) if isinstance(node, Mapping) else None
-        return dict(node) if isinstance(node, Mapping) else {}
+        return unescaped(dict(node)) if isinstance(node, Mapping) else {}
 
     def text(self, key: str) -> str:
         """Returns the text of a key; empty if it is unset."""
