@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import shutil
 from argparse import Namespace
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, get_
 from vision_parts import FAMILIES, by_transformers, rolled_out, tiny, with_plain_text
 
 from tests.failing import refused
+from trivium.foundation.atomic import commit, staging_directory
 from trivium.foundation.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, ExperienceVL, FSDPV2Strategy, Strategy, get_strategy
 from trivium.frontdoors.lightrft.objects.checkpoints import load, save
@@ -445,9 +447,16 @@ def test_checkpoints_that_are_damaged_or_of_another_model_are_refused(text_dir: 
     for other in (Trained(actor, plain), Trained(critic, strategy.create_optimizer(critic))):
         with refused(RunDirError, "step-000003"):
             load(engine_of(strategy, {"policy": other}), tmp_path, 0, ranks=ranks)
-    (tmp_path / "step-000003" / "state.json").write_text('{"client_state": {}}')
-    with refused(RunDirError, "state.json"):
+    for damaged in ('{"client_state": {}}', "{}", "{"):
+        (tmp_path / "step-000003" / "state.json").write_text(damaged)
+        with refused(RunDirError, "state.json"):
+            load(engine, tmp_path, 0, ranks=ranks)
+    staging = staging_directory(tmp_path / "step-000005")
+    (staging / "state.json").write_text('{"stage": 0}')  # of another program
+    commit(staging, tmp_path / "step-000005", 5)
+    with refused(RunDirError, "step-000005", "state.json"):
         load(engine, tmp_path, 0, ranks=ranks)
+    shutil.rmtree(tmp_path / "step-000005")
     save(engine, tmp_path, 4, {}, keep=1, ranks=ranks)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
 

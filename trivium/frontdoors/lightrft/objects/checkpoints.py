@@ -90,10 +90,16 @@ def load(engine: TrainEngine, directory: Path, consumed_samples: int, *, ranks: 
         discard_incomplete(directory, CHECKPOINT)  # left by a killed process
         store = CheckpointStore(directory)
         for step in reversed(store.steps()):
-            path = directory / folder_name(CHECKPOINT, step)
-            state = json.loads((path / _STATE).read_text(encoding="utf-8"))[_CLIENT]
+            found = store.open(step)
+            state = found.state.get(_CLIENT)
+            if not isinstance(state, dict):
+                raise RunDirError(
+                    f"the client state of {found.path}",
+                    f"{_STATE} has none",
+                    "name the folder of a trainer's checkpoints",
+                )
             if consumed_samples in (0, state.get("consumed_samples")):
-                return str(store.open(step).path), state
+                return str(found.path), state
         return None
 
     chosen = ranks_agree(ranks, newest)
