@@ -37,7 +37,7 @@ from tests.rank_processes import run_ranks
 from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.objective import Term
 from trivium.engines.torch.engine import TorchEngine
-from trivium.foundation.errors import ConfigError, DataError, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.frontdoors.lightrft.arguments import REQUIRED
 from trivium.frontdoors.lightrft.objects.models.actor import ActorVL
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL
@@ -918,6 +918,21 @@ def test_a_data_position_that_fit_is_not_told_is_found(model: Path, args: Namesp
     assert steps == [2]
     with refused(ConfigError, "rollout_batch_size 4", "consumed_samples"):
         make_trainer(model, args).fit(args, loader(8), None, consumed_samples=3)
+
+
+def test_a_run_does_not_save_beside_later_checkpoints(model: Path, args: Namespace) -> None:
+    """Retention goes by the step: the new checkpoints would be removed, and a later resume would take the old ones."""
+    args.save_steps, args.max_ckpt_num = 1, 1
+    make_trainer(model, args).fit(args, loader(8), None)
+    folder = Path(args.ckpt_path)
+    with refused(RunDirError, folder, "ckpt_path", "load_checkpoint"):
+        make_trainer(model, args).fit(args, loader(4), None)
+    with refused(RunDirError, folder):
+        make_trainer(model, args).fit(args, loader(8), None, consumed_samples=4)
+    assert [path.name for path in folder.glob("step-*")] == ["step-000002"]
+    make_trainer(model, args, disable_ds_ckpt=True).fit(args, loader(4), None)
+    make_trainer(model, args).fit(args, loader(12), None, consumed_samples=8)
+    assert [path.name for path in folder.glob("step-*")] == ["step-000003"]
 
 
 def test_checkpoints_are_of_all_roles_and_directories_of_the_actor(model: Path, args: Namespace) -> None:

@@ -79,6 +79,22 @@ def save(
     ranks_agree(ranks, conclude)
 
 
+def refuse_newer(directory: Path, step: int, *, ranks: Ranks) -> None:
+    """Raises RunDirError if the directory has checkpoints of later steps than this one: with them, `save` would remove
+    the new checkpoints instead of those. All ranks must call it."""
+
+    def check() -> None:
+        newer = [each for each in CheckpointStore(directory).steps() if each > step]
+        if newer:
+            raise RunDirError(
+                f"save checkpoints behind step {step} in {directory}",
+                f"it has later ones, of steps {newer}",
+                "name another ckpt_path, move these away, or continue from the newest with load_checkpoint",
+            )
+
+    ranks_agree(ranks, check)
+
+
 def load(engine: TrainEngine, directory: Path, consumed_samples: int, *, ranks: Ranks) -> dict[str, Any]:
     """Loads the newest checkpoint, or the newest with this number of consumed prompts. Returns its client state, {}
     without such a checkpoint. All ranks must call it.

@@ -23,7 +23,7 @@ from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
 from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, check_values, option, sorted_arguments
-from trivium.frontdoors.lightrft.objects.checkpoints import load, save
+from trivium.frontdoors.lightrft.objects.checkpoints import load, refuse_newer, save
 from trivium.frontdoors.lightrft.objects.experience_maker import ExperienceMaker
 from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, linear_head
 from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
@@ -262,6 +262,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         with `args.load_checkpoint`, from the newest checkpoint. Both are exact. With `args.eval_steps` -1, an
         evaluation follows every `num_update_steps_per_episodes` optimizer steps; for the default of 1, it follows every
         pass over the prompts.
+
+        Raises RunDirError if it would save beside checkpoints of later steps.
         """
         check_args(args)
         self._read_args(args)
@@ -362,6 +364,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         if isinstance(self.kl_ctl, AdaptiveKLController) and states.get("kl_initial") == self.kl_ctl.initial:
             self.kl_ctl.value = float(states["kl_coef"])
         order.move_to(consumed_samples, states.get("global_step"))
+        if args.save_steps > 0 and not self.disable_ds_ckpt:
+            refuse_newer(Path(args.ckpt_path), order.step, ranks=self.strategy.ranks)
         self.engine.version = order.step
 
     def _client_states(self, order: PromptOrder) -> dict[str, Any]:
