@@ -14,8 +14,9 @@ import ray
 from tests.doors.e2e import trinity_savers
 from tests.doors.e2e.trinity_savers import STEP, intervals
 from tests.failing import refused
-from trivium.foundation.errors import ConfigError, DataError, MissingPackage, UnknownName
+from trivium.foundation.errors import ConfigError, DataError, MissingPackage, SyncError, UnknownName
 from trivium.frontdoors.trinity import CheckpointMonitor, SaveStrategy
+from trivium.frontdoors.trinity.objects.boards import named_actors
 
 
 @pytest.fixture
@@ -69,6 +70,21 @@ def test_other_settings_are_refused_and_the_namespace_finds_the_monitor(
     assert CheckpointMonitor.get_actor(namespace)._actor_id == monitor._actor_id
     elsewhere = CheckpointMonitor.get_actor(f"{namespace}/other", None, str(directory))
     assert elsewhere._actor_id != monitor._actor_id
+
+
+def test_an_actor_that_does_not_start_is_an_error_with_all_parts(
+    connected: None, directory: Path, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trivium.cluster.actors import ActorDied
+
+    with refused(ConfigError, "nosuch://x"):
+        CheckpointMonitor.get_actor(namespace, None, str(directory), "nosuch://x")
+    with refused(ActorDied, "broken"):  # Ray may report the end of the process instead of its cause
+        named_actors.named_actor(lambda: trinity_savers.Broken, "broken", namespace, (), {})
+    monkeypatch.setattr(named_actors, "_STARTS_S", 1.0)
+    with refused(SyncError, "hung", namespace):
+        named_actors.named_actor(lambda: trinity_savers.Hung, "hung", namespace, (), {})
+    named_actors.end_actor(ray.get_actor("hung", namespace=namespace), "hung", namespace)
 
 
 def test_calls_are_awaited_and_their_errors_are_raised(connected: None, directory: Path, namespace: str) -> None:

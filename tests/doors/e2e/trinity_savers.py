@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import ray
 
 from tests.waiting import eventually
+from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.trinity import CheckpointMonitor
 
 STEP = 5
@@ -30,3 +32,20 @@ def save(directory: str, namespace: str, place: tuple[str, str], number: int, to
 def intervals(directory: Path) -> list[tuple[float, float]]:
     """When each saver wrote, by number."""
     return [tuple(json.loads(path.read_text())) for path in sorted((directory / "notes").glob("*.json"))]
+
+
+class Broken:
+    """An actor that cannot be built."""
+
+    def __init__(self) -> None:
+        raise ConfigError("an actor", "a broken one", "repair it")
+
+    def get_settings(self) -> dict[str, object]:
+        return {}
+
+
+class Hung:
+    """An actor that never answers."""
+
+    async def get_settings(self) -> None:
+        await asyncio.Event().wait()

@@ -82,8 +82,11 @@ class CheckpointMonitor:
         `ray.get(monitor.update_latest_checkpoint_step.remote(step))`.
 
         The first call creates it, and requires `default_local_dir`. Raises ConfigError if the settings differ from
-        those of the first call, UnknownName if there is none yet, MissingPackage without Ray.
+        those of the first call or `default_hdfs_dir` cannot be opened, UnknownName if there is none yet, MissingPackage
+        without Ray.
         """
+        if default_hdfs_dir is not None:
+            RemoteDirectory(default_hdfs_dir, 0.0)  # an error of the actor's constructor would lose its parts
         settings = {
             "save_strategy": None if save_strategy is None else _strategy(save_strategy).value,
             "default_local_dir": None if default_local_dir is None else str(Path(default_local_dir).absolute()),
