@@ -571,3 +571,21 @@ async def test_a_users_engine_on_ray_passes_its_weights_to_the_actor(address: st
         await trainer.shutdown()
         assert max(engine.differences) < 1e-4
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+async def test_an_engine_on_ray_that_forgets_its_weights_is_told_the_call_of_an_actor(
+    address: str, tmp_path: Path
+) -> None:
+    cluster = {"kind": "ray", "address": address, "threads": 1}
+    trainer = Trainer(config(tmp_path, EXPLORED, cluster=cluster, train={"kind": ENGINE}))
+    vars(trainer.engine)["upload_state_dict"] = lambda: None
+    with refused(TriviumError, "Seven", "step 0", "ray.get(", "set_model_state_dict.remote("):
+        await trained(trainer)
+    await trainer.shutdown()
+
+
+@pytest.mark.parametrize("method", ["checkpoint", "nccl"])
+def test_a_users_engine_on_ray_needs_a_channel_of_the_object_store(method: str, tmp_path: Path) -> None:
+    said = config(tmp_path, EXPLORED, cluster={"kind": "ray"}, train={"kind": ENGINE}, sync={"method": method})
+    with refused(ConfigError, "Seven", "sync.method", method, "memory"):
+        Trainer(said)

@@ -98,10 +98,13 @@ class WrappedEngine(TrainEngine):
             return WeightOffer(True, getattr(self._run.channel, "offered", ""))
         if self._run.synchronizer.collective:
             return WeightOffer(False)
+        call = "self.synchronizer.set_model_state_dict(state_dict, step)"
+        if self._run.actor is not None:
+            call = "ray.get(self.synchronizer.set_model_state_dict.remote(state_dict, step))"
         raise TriviumError(
             f"the weights of step {version} from {type(wrapper).__name__}.{verb.__name__}()",
             f"the board has versions {list(self._run.synchronizer.published)}",
-            "hand them over there: self.synchronizer.set_model_state_dict(state_dict, step)",
+            f"hand them over there: {call}",
         )
 
     @property

@@ -25,7 +25,7 @@ class TrainEngineWrapper(ABC):
 
     synchronizer: Any = None
     """The run's synchronizer, which takes the weights: that of the Trainer, unless the engine's constructor has set
-    one."""
+    one. With `cluster.kind: ray` it is an actor: `ray.get(self.synchronizer.set_model_state_dict.remote(...))`."""
 
     @abstractmethod
     def prepare(self) -> Any:

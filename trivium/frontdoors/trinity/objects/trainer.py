@@ -14,6 +14,7 @@ from trivium.config import RunConfig
 from trivium.explorer import Explorer
 from trivium.foundation.concurrency import run_here
 from trivium.foundation.errors import ConfigError, first_cause
+from trivium.foundation.registry import resolve
 from trivium.frontdoors.trinity.config.config_object import Config
 from trivium.frontdoors.trinity.monitor_views import MonitorView, prefix_metrics
 from trivium.frontdoors.trinity.objects.core_trainer import CoreTrainer, WrappedEngine
@@ -22,6 +23,7 @@ from trivium.frontdoors.trinity.objects.sample_strategies import SampleStrategyV
 from trivium.frontdoors.trinity.objects.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.objects.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
 from trivium.loops import run as run_loops
+from trivium.planning.memory_estimate import is_evaluated, is_explored
 from trivium.runtime.build import (
     Endpoints,
     build_buffer,
@@ -34,7 +36,7 @@ from trivium.runtime.build import (
 )
 from trivium.runtime.launch import carried
 from trivium.runtime.stage import StageSpec
-from trivium.types import TRAINER, RunningStatus
+from trivium.types import TRAINER, RunningStatus, capabilities_of
 
 
 class _OfCore:
@@ -232,9 +234,25 @@ def _check(config: RunConfig) -> None:
             "its ranks meet on Ray, and explorers in the database",
             "use buffer.kind memory, or cluster.kind local",
         )
+    stage = config.stage_configs()[0]
+    has_explorers = is_explored(stage) or is_evaluated(stage, is_last=True)
+    carried_by_ray = capabilities_of(resolve("channels", config.sync.method)).local
+    if config.cluster.kind == "ray" and has_explorers and not carried_by_ray and _is_users(stage):
+        raise ConfigError(
+            f"the train engine {stage.train.kind!r} on Ray with sync.method {str(config.sync.method)!r}",
+            "it hands its weights to the synchronizer's actor, which keeps them in Ray's object store",
+            "use sync.method memory",
+        )
     if config.run.mode != "train" and config.cluster.explorers > 1:
         raise ConfigError(
             f"a Trainer beside cluster.explorers {config.cluster.explorers}",
             "it has one explorer beside it",
             "use cluster.engines for more engines, mode train beside explorers of their own, or trivium.run",
         )
+
+
+def _is_users(stage: RunConfig) -> bool:
+    """Whether the train engine is a user's, which gives its weights to the synchronizer."""
+    kind = resolve("train", stage.train.kind)
+    wrapper = isinstance(kind, type) and issubclass(kind, TrainEngineWrapper)
+    return wrapper and not issubclass(kind, VerlPPOTrainerWrapper)
