@@ -67,7 +67,11 @@ _ROLLED_OUT: dict[str, Entry] = {
         "rewards of evaluation (a recipe); its workflow is that of training", type=str
     ),
     "default_reward_fn_type": Mapped("rewards", type=str),
-    "workflow_args": Mapped("with_think and format_score_coef of math_boxed_workflow; options of your own class", {}),
+    "workflow_args": Mapped(
+        "with_think and format_score_coef of math_boxed_workflow; agent_max_steps, env_max_steps and is_slippery of "
+        "frozen_lake_workflow; options of your own class",
+        {},
+    ),
     "reward_fn_args": Mapped("options of the reward", {}),
     "rollout_args.temperature": Mapped("engine.sampling.temperature (evaluation.sampling)", type=float),
     "rollout_args.top_p": Mapped("engine.sampling.top_p (evaluation.sampling)", type=float),
