@@ -111,11 +111,6 @@ class CheckpointMonitor:
         """The newest step with a complete checkpoint; 0 if there is none."""
         return max(*complete_steps(Path(self.default_local_dir), store.CHECKPOINT), 0, self._noted(CHECKPOINT))
 
-    @property
-    def latest_state_dict_step(self) -> int:
-        """The newest step whose weights can be loaded, with or without a checkpoint; 0 if there is none."""
-        return max(self.latest_checkpoint_step, self._noted(STATE_DICT))
-
     def update_latest_checkpoint_step(self, step: int) -> None:
         """Records that the checkpoint of this step is complete. Steps may come in any order. Blocks."""
         self._note(CHECKPOINT, _checked(step))
@@ -140,21 +135,6 @@ class CheckpointMonitor:
             return 0
         except ValueError as error:
             raise RunDirError(f"the step in {path}", str(error), "write the newest complete step there") from error
-
-    async def completed(self, step: int, is_state_dict: bool = False) -> None:
-        """Waits until the announced save of this step is complete.
-
-        Raises RunDirError if it cannot become complete, SyncError at the deadline.
-        """
-        kind = _kind(is_state_dict)
-
-        def settled(state: SaveState) -> bool:
-            return step not in state.steps or kind not in state.steps[step].announced
-
-        await self._wait(settled, f"the {kind} save of step {step}", "its savers")
-        cause = self._state.broken.get(step)
-        if cause is not None:
-            raise RunDirError(f"a complete save of step {step}", cause, "fix the cause, and save another step")
 
     # ------------------------------------------------------------------ reports of savers
 
@@ -212,9 +192,8 @@ class CheckpointMonitor:
             update = self.update_latest_state_dict_step if kind == STATE_DICT else self.update_latest_checkpoint_step
             try:
                 await asyncio.to_thread(update, step)
-            except BaseException as error:
-                cause = f"it could not be written down: {type(error).__name__}: {error}"
-                self._change(lambda state, cause=cause: state.give_up(step, cause))
+            except BaseException:
+                self._change(lambda state: state.give_up(step))
                 raise
         self._change(lambda state: state.forget(step, kinds))
         if kinds and self._remote is not None:

@@ -49,8 +49,8 @@ class SaveState:
     savers: dict[int, Saver] = field(default_factory=dict[int, Saver])
     """By ticket, in order of arrival."""
     steps: dict[int, StepSaves] = field(default_factory=dict[int, StepSaves])
-    broken: dict[int, str] = field(default_factory=dict[int, str])
-    """Step -> why it cannot become complete."""
+    broken: list[int] = field(default_factory=list[int])
+    """Steps that cannot become complete, oldest first."""
     tickets: int = 0
 
     # ------------------------------------------------------------------ savers
@@ -105,11 +105,9 @@ class SaveState:
             self.step(step).counts[kind] -= 1
         self.remove_oldest()
 
-    def give_up(self, step: int, cause: str) -> None:
-        """Records that the step cannot become complete, with the cause."""
-        self.broken[step] = cause
-        for oldest in [*self.broken][:-_MAX_REMEMBERED]:
-            del self.broken[oldest]
+    def give_up(self, step: int) -> None:
+        """Records that the step cannot become complete."""
+        self.broken = [*self.broken, step][-_MAX_REMEMBERED:]
         self.steps.pop(step, None)
 
     def complete(self, step: int) -> list[str]:
