@@ -106,16 +106,16 @@ def load(engine: TrainEngine, directory: Path, consumed_samples: int, *, ranks: 
         discard_incomplete(directory, CHECKPOINT)  # left by a killed process
         store = CheckpointStore(directory)
         for step in reversed(store.steps()):
-            found = store.open(step)
-            state = found.state.get(_CLIENT)
+            checkpoint = store.open(step)
+            state = checkpoint.state.get(_CLIENT)
             if not isinstance(state, dict):
                 raise RunDirError(
-                    f"the client state of {found.path}",
+                    f"the client state of {checkpoint.path}",
                     f"{_STATE} has none",
                     "name the folder of a trainer's checkpoints",
                 )
             if consumed_samples in (0, state.get("consumed_samples")):
-                return str(found.path), state
+                return str(checkpoint.path), state
         return None
 
     chosen = ranks_agree(ranks, newest)
