@@ -40,7 +40,8 @@ class Broken:
     def __init__(self) -> None:
         raise ConfigError("an actor", "a broken one", "repair it")
 
-    def get_settings(self) -> dict[str, object]:
+    # A coroutine: for a class without one, Ray starts as many threads as calls are allowed at a time.
+    async def get_settings(self) -> dict[str, object]:
         return {}
 
 
