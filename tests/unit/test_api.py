@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[2]
 USERS = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
-    *sorted(path for folder in ("examples", "recipes") for path in (ROOT / folder).rglob("*.[py]*")),
+    *sorted(
+        path
+        for folder in ("examples", "recipes")
+        for path in (ROOT / folder).rglob("*.[py]*")
+        if "__pycache__" not in path.parts
+    ),
 ]
 NAMES = api_page.public_names()
 OF_THE_DEMO = {"trivium.runtime.demo.questions", "trivium.runtime.demo.short"}
