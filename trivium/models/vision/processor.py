@@ -103,7 +103,7 @@ class _NoVideos:
     merge_size = temporal_patch_size = None
 
     def __call__(self, *_: object, **__: object) -> None:
-        raise MissingPackage("torchvision", "torchvision", "read a video")
+        raise TriviumError("read a video", "the package 'torchvision' is not installed", "pip install torchvision")
 
 
 def _processor_class(name: str, options: dict[str, Any]) -> Any | None:
