@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -46,20 +48,29 @@ def _start(
 ) -> None:
     deadline = time.monotonic() + deadline_s
     for size in sizes:
-        store = torch.distributed.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=size)
+        port = listener.getsockname()[1]
         ranks = [
             multiprocessing.get_context("fork").Process(
-                target=_rank, args=(rank, size, store.port, work, folder, args), daemon=True
+                target=_rank, args=(rank, size, port, work, folder, args), daemon=True
             )
             for rank in range(size)
         ]
         for process in ranks:
             process.start()
+        # The store starts a thread, so it comes after the forks: of 150 groups forked beside that thread, 3 had a rank
+        # that hung, by a lock that the thread held. The ranks connect to the listening socket before.
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         _wait(ranks, deadline)
         late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+        if late:
+            _print_stacks([ranks[rank] for rank in late])
         for process in ranks:
             process.kill()
+        del store  # its thread ends before the next ranks are forked
         if late and not failed:
             (folder / f"{size}-late.txt").write_text(f"ranks {late} of {size} were not done after {deadline_s} s")
         for rank in failed:
@@ -78,6 +89,14 @@ def _wait(ranks: Sequence[BaseProcess], deadline: float) -> None:
         alive[0].join(0.05)
 
 
+def _print_stacks(late: Sequence[BaseProcess]) -> None:
+    """Has the ranks write where they are to their `.crash` files, by the handler that `_rank` registers."""
+    for process in late:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1.0)  # the time that they take to write
+
+
 def _rank(rank: int, size: int, port: int, work: Callable[..., Any], folder: Path, args: tuple[Any, ...]) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -88,7 +107,9 @@ def _rank(rank: int, size: int, port: int, work: Callable[..., Any], folder: Pat
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's, as it is under torchrun
     )
     torch.set_num_threads(1)
-    faulthandler.enable((folder / f"{size}-{rank}.crash").open("w"))
+    crash = (folder / f"{size}-{rank}.crash").open("w")
+    faulthandler.enable(crash)
+    faulthandler.register(signal.SIGUSR1, crash)
     try:
         torch.save(work(rank, size, *args), folder / f"{size}-{rank}.pt")
     except BaseException:
