@@ -42,7 +42,8 @@ def test_worlds_keep_their_promises(model: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_further_worlds_keep_their_promises(model: Path) -> None:
-    assert not [outcome for outcome in run_seeds(range(40, 400), 2, model) if outcome.problems]
+    """In two processes. `make simulate` runs more of them: 100 cost 60 CPU seconds."""
+    assert not [outcome for outcome in run_seeds(range(40, 100), 2, model) if outcome.problems]
 
 
 @pytest.mark.parametrize("shared", [False, True])
