@@ -140,19 +140,19 @@ async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 class Turns:
     """Runs at most `limit` blocks `async with turns` at the same time, first come, first served.
 
-    asyncio.Semaphore searches its queue at the end of each block, which takes quadratic time when many blocks end at
-    once.
+    The end of a block takes the same time however many wait. 16,384 blocks at a limit of 4,096, the default of
+    `workflow.max_concurrent`, take 50 ms of CPU time if those that run end together. `asyncio.Semaphore` takes 440 ms:
+    each end searches the waiters that others have woken. It also belongs to the first event loop that waits for it.
+    `anyio.CapacityLimiter` takes 290 ms: it returns to the event loop at the begin of each block.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.running = 0
-        """Blocks that run."""
+        self._num_free = limit
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
-        if self.running < self.limit:  # no task waits, since the end of a block passes its turn on
-            self.running += 1
+        if self._num_free:  # no task waits, since the end of a block passes its turn on
+            self._num_free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
@@ -160,19 +160,20 @@ class Turns:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it has already got its turn
-                self._end()
+                self._pass_on()
             raise
 
     async def __aexit__(self, *error: object) -> None:
-        self._end()
+        self._pass_on()
 
-    def _end(self) -> None:
-        self.running -= 1
-        while self._waiting and self.running < self.limit:
+    def _pass_on(self) -> None:
+        """Gives a turn to the next task that still waits."""
+        while self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():
-                self.running += 1
+            if not turn.done():  # a cancelled task has left its future here
                 turn.set_result(None)
+                return
+        self._num_free += 1
 
 
 def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
