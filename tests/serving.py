@@ -23,9 +23,9 @@ from trivium.foundation.randomness import uniforms
 from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
 from trivium.serving.connections import serve_app
-from trivium.serving.gateway import Gateway, ServingOptions
+from trivium.serving.gateway import Gateway
 from trivium.serving.server import ChatServer
-from trivium.serving.sessions import IdleLimits
+from trivium.serving.sessions import ServingOptions
 from trivium.synchronizer import Synchronizer
 from trivium.tasks.served import ServedTasks
 from trivium.text.renderer import ChatRenderer
@@ -153,7 +153,8 @@ async def served(
         synchronizer.adopted(NAME, 0)
         await buffer.advance(NAME, 0)
     options = ServingOptions(
-        IdleLimits(idle_s, unstarted_idle_s),
+        idle_s,
+        unstarted_idle_s,
         deadline_s,
         frozenset(judge.labels),
         judge.check_columns,

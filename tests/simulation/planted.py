@@ -177,14 +177,14 @@ PLANTED = {
         108,
     ),
     "feedback counts twice": Fault(
-        "serving/gateway.py",
-        '        session.check_active("a trajectory has feedback once")\n',
+        "serving/session_records.py",
+        '        self.check_active("a trajectory has feedback once")\n',
         "        pass\n",
         None,
         67,
     ),
     "an ended session keeps its place": Fault(
-        "serving/groups.py", "            session.group.active.remove(session)\n", "            pass\n", None, 51
+        "serving/sessions.py", "            session.group.active.remove(session)\n", "            pass\n", None, 51
     ),
     # Defects that worlds have found.
     "servers write their addresses to one file": Fault(

@@ -9,7 +9,7 @@ from typing import Any
 from trivium.protocols import Renderer
 from trivium.serving.completion_parts import answer_of, part_id
 from trivium.serving.requests import ChatRequest
-from trivium.serving.sessions import CompletionNode, visible_text
+from trivium.serving.session_records import CompletionNode, visible_text
 from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity, token_ids
 from trivium.types import StopReason
 

@@ -14,7 +14,7 @@ from trivium.protocols import Renderer
 from trivium.serving.bodies import RequestError, bad_request
 from trivium.serving.completion_parts import Answer, Recorded, answer_of, completion_id, part_id, written
 from trivium.serving.requests import LABELS, ChatRequest, read_chat, supported, typed
-from trivium.serving.sessions import CompletionNode, visible_text
+from trivium.serving.session_records import CompletionNode, visible_text
 from trivium.serving.streams import Events, Step, StreamedCompletion, event, identity, token_ids
 from trivium.text.tools import TOOLS, ToolCall, json_object
 from trivium.types import IntArray, Message, Sampling, StopReason

@@ -17,8 +17,8 @@ from trivium.loops import Explore
 from trivium.protocols import Buffer
 from trivium.rewards.recipe import parts_of
 from trivium.schedule import Schedule
-from trivium.serving.gateway import Gateway, ServingOptions
-from trivium.serving.sessions import IdleLimits
+from trivium.serving.gateway import Gateway
+from trivium.serving.sessions import ServingOptions
 from trivium.synchronizer import Synchronizer
 
 
@@ -39,7 +39,8 @@ def serve_agents(
     section = config.serve
     key = read_key(section.key_variable)
     options = ServingOptions(
-        idle=IdleLimits(section.idle_s, section.unstarted_idle_s),
+        idle_s=section.idle_s,
+        unstarted_idle_s=section.unstarted_idle_s,
         deadline_s=config.workflow.deadline_s,
         reward_names=frozenset(part.reward.label for part in parts_of(config.rewards)),
         check_columns=check_columns,

@@ -20,7 +20,7 @@ from trivium.serving.gateway import Gateway
 from trivium.serving.messages_api import MessageEvents, message, message_error, read_message
 from trivium.serving.requests import ChatRequest, read_chat, read_feedback, read_secret
 from trivium.serving.responses_api import ResponseEvents, read_response, response
-from trivium.serving.sessions import CompletionNode
+from trivium.serving.session_records import CompletionNode
 from trivium.serving.streams import CompletionStream, Events
 from trivium.serving.tokens_api import (
     GeneratedEvents,
@@ -66,7 +66,7 @@ class ChatServer:
         return await self._respond(request, await self._read(request, read_message), message, MessageEvents)
 
     async def _response(self, request: Request) -> Response:
-        read = partial(read_response, node_of=self.gateway.sessions.node_of)
+        read = partial(read_response, node_of=self.gateway.sessions.index.node_of)
         return await self._respond(request, await self._read(request, read), response, ResponseEvents)
 
     async def _generate(self, request: Request) -> Response:
@@ -134,11 +134,11 @@ class ChatServer:
 
     async def _feedback(self, request: Request) -> Response:
         body = read_body(await request.body())
-        return JSONResponse(self.gateway.feedback(read_feedback(body, request.headers)))
+        return JSONResponse(self.gateway.sessions.feedback(read_feedback(body, request.headers)))
 
     async def _commit(self, request: Request) -> Response:
         body = read_body(await request.body() or b"{}")
         task_id = body.get("task_id")
         if body.keys() - {"task_id", "secret"} or not (task_id is None or isinstance(task_id, str)):
             raise RequestError(400, "commit", f"{body!r:.80}", "send a task_id as text, or nothing for every task")
-        return JSONResponse(await self.gateway.commit(task_id, read_secret(body, request.headers)))
+        return JSONResponse(await self.gateway.sessions.commit(task_id, read_secret(body, request.headers)))

@@ -17,7 +17,7 @@ from trivium.protocols import Renderer
 from trivium.serving.bodies import RequestError, as_request_error
 from trivium.serving.completion_parts import Answer, answer_of, opens_reasoning, settled
 from trivium.serving.requests import ChatRequest
-from trivium.serving.sessions import CompletionNode, Session, visible_text
+from trivium.serving.session_records import CompletionNode, Session, visible_text
 from trivium.text.tools import ToolCall
 from trivium.types import Prompt, Turn
 

@@ -28,7 +28,7 @@ from trivium.serving.requests import (
     supported,
     typed,
 )
-from trivium.serving.sessions import CompletionNode
+from trivium.serving.session_records import CompletionNode
 from trivium.serving.streams import Events, StreamedCompletion, event, identity
 from trivium.types import SERVED, Completion, IntArray, Message, Request, Sampling, StopReason, Turn
 

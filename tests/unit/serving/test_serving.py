@@ -612,7 +612,7 @@ async def test_feedback_is_refused_as_soon_as_a_submission_has_failed(
 
         def end_the_other() -> None:
             try:
-                here.gateway.feedback(read_feedback({"ids": [ids["b"]], "reward": 1}, {}))
+                here.gateway.sessions.feedback(read_feedback({"ids": [ids["b"]], "reward": 1}, {}))
             except RequestError as error:
                 refusals.append(error.status)
 

@@ -25,7 +25,7 @@ from trivium.serving import bodies, connections
 from trivium.serving.bodies import RequestError
 from trivium.serving.connections import ListenError, RepeatedLines, connection_cap
 from trivium.serving.requests import read_chat
-from trivium.serving.sessions import CompletionNode, Session
+from trivium.serving.session_records import CompletionNode, Session
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Completion, Message, Prompt, Request, Sampling, StopReason, Turn
@@ -418,7 +418,7 @@ async def test_a_call_that_is_over_is_not_recorded_and_not_in_progress(ends: boo
         calling = asyncio.create_task(gateway.complete(request))
         await asyncio.sleep(0)
         (session,) = gateway.sessions.active
-        engine.end = lambda: gateway._groups.drop(session, "its group was committed")
+        engine.end = lambda: gateway.sessions._drop(session, "its group was committed")
         if not ends:
             calling.cancel()
         await asyncio.wait([calling])

@@ -22,7 +22,7 @@ from trivium.foundation.registry import resolve
 from trivium.serving.bodies import RequestError
 from trivium.serving.completion_parts import Answer, Recorded, answer_of, settled
 from trivium.serving.requests import read_chat
-from trivium.serving.sessions import visible_text
+from trivium.serving.session_records import visible_text
 from trivium.serving.streams import StreamedCompletion
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TEMPLATE, TinyModel, tiny_tokenizer
