@@ -86,7 +86,7 @@ class BodyLimits:
 
         async def receive_within_limits() -> Message:
             nonlocal size, complete
-            if complete:
+            if complete:  # what follows a body is the disconnect, which may take as long as the response
                 return await receive()
             try:
                 async with asyncio.timeout_at(end):
@@ -104,6 +104,7 @@ class BodyLimits:
         try:
             await self._app(scope, receive_within_limits, send)
         finally:
+            # An endpoint that fails, or a client that leaves, does not read the rest of the body.
             self._arriving -= 0 if complete else size
 
     def _check(self, size: int) -> None:
@@ -145,7 +146,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _check_values(param: str, value: object) -> None:
     """Raises RequestError for a value that a file, a database or a number format of a run cannot hold."""
-    level: list[object] = [param, value]
+    level: list[object] = [param, value]  # by level: a recursion could exceed Python's stack before the limit
     for _ in range(_MAX_DEPTH):
         if not level:
             return

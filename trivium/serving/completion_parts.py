@@ -14,6 +14,7 @@ from trivium.text.tool_formats import REASONING_TAIL, CallableTools, ToolCall, T
 from trivium.types import IntArray
 
 _PREFIX = "chatcmpl-"
+"""Begins the id of a completion, as OpenAI's do. The ids of its parts have a prefix of their own in its place."""
 
 
 class Written(NamedTuple):
@@ -67,28 +68,30 @@ def settled(
 ) -> Answer:
     """The parts that are certain while a completion has only this text: each begins the same part of its `answer_of`,
     however it continues up to a stop string."""
-    how = tools.format
+    tool_format = tools.format
     ends = [at for end in stop if (at := text.find(end)) >= 0]
     text = text[: min(ends)] if ends else without_partial(text, stop)
     start = text.lstrip()
-    if _splits(how, reasoning) and any(mark.startswith(start) for mark in (how.reasoning[0], *how.answers)):
+    if _splits(tool_format, reasoning) and any(
+        mark.startswith(start) for mark in (tool_format.reasoning[0], *tool_format.answers)
+    ):
         return Answer(None, "")
-    thought, rest = how.split(text, opened=opened)
+    thought, rest = tool_format.split(text, opened=opened)
     if thought is None:
         return Answer(None, tools.certain(rest))
-    if not _splits(how, reasoning):
+    if not _splits(tool_format, reasoning):
         return Answer(None, text.removesuffix(rest) + tools.certain(rest))
     shown = thought.strip() if reasoning else None
-    if how.reasoning[1] not in text:
-        return Answer(without_partial(thought, [how.reasoning[1]]).strip() if reasoning else None, "")
+    if tool_format.reasoning[1] not in text:
+        return Answer(without_partial(thought, [tool_format.reasoning[1]]).strip() if reasoning else None, "")
     rest = rest.lstrip()
-    undecided = any(mark.startswith(rest) for mark in how.answers)
+    undecided = any(mark.startswith(rest) for mark in tool_format.answers)
     return Answer(shown, "" if undecided else tools.certain(rest).rstrip())
 
 
-def _splits(how: ToolFormat, reasoning: bool) -> bool:
+def _splits(tool_format: ToolFormat, reasoning: bool) -> bool:
     """Whether the reasoning of a completion is no part of its content."""
-    return reasoning or bool(how.answers)
+    return reasoning or bool(tool_format.answers)
 
 
 def written(answer: Answer, ids: Collection[str], recorded: Recorded, *, reasoning: bool = True) -> str:
@@ -98,29 +101,31 @@ def written(answer: Answer, ids: Collection[str], recorded: Recorded, *, reasoni
     """
     tools = CallableTools(frozenset(call.name for call in answer.calls), recorded.format)
     for completion in ids:
-        own = recorded.text_of(completion)
-        if own is not None and answer_of(own.text, tools, reasoning=reasoning, opened=own.opened) == answer:
-            return own.text
+        original = recorded.text_of(completion)
+        if original is None:
+            continue
+        if answer_of(original.text, tools, reasoning=reasoning, opened=original.opened) == answer:
+            return original.text
     begin, end = tools.format.reasoning
     thought = f"{begin}\n{answer.reasoning}\n{end}\n\n" if answer.reasoning is not None else ""
     calls = [tools.format.write(answer.calls)] if answer.calls else []
     return thought + "\n".join([answer.content, *calls] if answer.content else calls)
 
 
-def edit_of(own: Written, sent: str, tools: CallableTools) -> str:
+def edit_of(original: Written, sent: str, tools: CallableTools) -> str:
     """What an agent changed in a completion before it sent it back, and the usual cause."""
-    text = own.text
-    had, has = answer_of(text, tools, opened=own.opened), answer_of(sent, tools)
+    text = original.text
+    before, after = answer_of(text, tools, opened=original.opened), answer_of(sent, tools)
     if (
-        had.reasoning is not None
-        and has.reasoning is None
-        and had.content.split() == has.content.split()
-        and had.calls == has.calls
+        before.reasoning is not None
+        and after.reasoning is None
+        and before.content.split() == after.content.split()
+        and before.calls == after.calls
     ):
         return "its reasoning is gone; agents that strip <think> blocks do this"
     if text.split() == sent.split():
         return "its white space is another; agents that strip texts do this"
-    if had.calls and had.calls == has.calls:
+    if before.calls and before.calls == after.calls:
         return "its calls of tools are written in another way; agents that drop the ids of calls do this"
     return "its text is another; agents that repair, cut or translate completions do this"
 

@@ -63,12 +63,13 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
-        others = [each for each in others if not each.transport.is_closing()]
+        others = [other for other in self.connections if isinstance(other, Connection) and other is not self]
+        others = [other for other in others if not other.transport.is_closing()]
         if len(others) < self._cap:
             return
         # A connection in use has no running timeout. The first timeout to end is that of the longest idle connection.
-        idle_until = {each.timeout_keep_alive_task.when(): each for each in others if each.timeout_keep_alive_task}
+        timers = [(other.timeout_keep_alive_task, other) for other in others]
+        idle_until = {timer.when(): other for timer, other in timers if timer is not None}
         if idle_until:
             idle_until[min(idle_until)].transport.abort()
         else:
@@ -100,17 +101,17 @@ class RepeatedLines(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[str, tuple[float, int]] = {}
+        self._counts: dict[str, tuple[float, int]] = {}
         """(begin of its minute, lines in it) of each message without its arguments."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind, now = str(record.msg).partition("\n")[0], time.monotonic()
-        began, count = self._seen.get(kind, (now, 0))
+        began, count = self._counts.get(kind, (now, 0))
         if now - began > _LOG_S:
             if count > _LOG_LINES:
                 record.msg = f"{record.msg} ({count - _LOG_LINES} more such lines in the last minutes)"
             began, count = now, 0
-        self._seen[kind] = (began, count + 1)
+        self._counts[kind] = (began, count + 1)
         return count < _LOG_LINES
 
 
@@ -127,24 +128,24 @@ def _limited_logs() -> Iterator[None]:
             logger.removeFilter(limit)
 
 
-def connection_cap(wanted: int) -> int:
-    """How many connections the descriptors of this process allow, beside those that the run needs; at most `wanted`.
-    Raises ListenError if that is next to none."""
+def connection_cap(max_connections: int) -> int:
+    """How many connections the descriptors of this process allow, beside those that the run needs; at most
+    `max_connections`. Raises ListenError if that is next to none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return wanted
+        return max_connections
     table = Path("/proc/self/fd")
     in_use = len(os.listdir(table)) if table.is_dir() else _RESERVED
     allowed = limit - in_use - _RESERVED - _BACKLOG
-    if allowed < min(wanted, _FEWEST):
+    if allowed < min(max_connections, _FEWEST):
         raise ListenError(
-            f"{wanted} connections of agents",
+            f"{max_connections} connections of agents",
             f"the process may open {limit} files, {in_use} are open, and the run reserves {_RESERVED}",
             "raise the limit (ulimit -n 4096)",
         )
-    if allowed < wanted:
-        _log.warning("%d connections at most, not %d: the process may open %d files", allowed, wanted, limit)
-    return min(wanted, allowed)
+    if allowed < max_connections:
+        _log.warning("%d connections at most, not %d: the process may open %d files", allowed, max_connections, limit)
+    return min(max_connections, allowed)
 
 
 @asynccontextmanager
@@ -162,7 +163,7 @@ async def serve_app(app: ASGIApp, host: str, port: int, max_connections: int = 5
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve([listener]), name="http")
             try:
-                while not (server.started or serving.done()):
+                while not (server.started or serving.done()):  # uvicorn announces its start by this attribute only
                     await asyncio.sleep(0.01)
                 yield f"http://{shown_host}:{listener.getsockname()[1]}"
             finally:

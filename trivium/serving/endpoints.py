@@ -81,7 +81,7 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, _T]) 
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # a `receive` that returns at once must not block the event loop
 
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:

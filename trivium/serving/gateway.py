@@ -104,7 +104,7 @@ class Gateway:
         def has_version(values: Mapping[str, Any]) -> bool:
             return self._loaded_version(values) is not None
 
-        while not self.loaded:
+        while not self.loaded:  # `poll` also returns after 60 s
             self.loaded = has_version(await self._synchronizer.board.poll(has_version, 60.0))
         on_loaded()
         await asyncio.shield(self._broken)
@@ -119,7 +119,7 @@ class Gateway:
         self._check_ready()
         self._check_length(request)
         with self.sessions.calls(request) as calls:
-            followed = zip_longest(calls, streamed)
+            followed = zip_longest(calls, streamed)  # a request that is not a stream has none of `streamed`
             generations = [self._generate(session, parent, request, stream) for (session, parent), stream in followed]
             nodes = await self._breaking(gather_or_cancel(generations))
             # Nothing awaits from here on: a request that is cancelled has recorded nothing.
@@ -197,9 +197,10 @@ class Gateway:
         if tokens is not None:
             added = tokens[0 if parent is None else len(parent.sequence) :]
             self._check_placeholders(added)
+            # A prompt of tokens has no messages. The record has the text of the new ones, and the policy the tokens.
             new = (Message("user", self.explorer.renderer.decode(added)),)
-        if how := session.rewriting(request.messages, len(earlier), request.tools):
-            self._note_rewriting(session, how)
+        if edit := session.rewriting(request.messages, len(earlier), request.tools):
+            self._note_rewriting(session, edit)
         policy = session.branch(parent, new, request.sampling, added)
 
         async def generate() -> Turn:
@@ -221,7 +222,7 @@ class Gateway:
         node.reasoning_open = reasoning_open
         return node
 
-    def _note_rewriting(self, session: Session, how: str) -> None:
+    def _note_rewriting(self, session: Session, edit: str) -> None:
         """Logs a call that rewrites history. The first one of a stage is a warning, others go to log.txt."""
         log = _log.warning if self._warns else _log.info
         self._warns = False
@@ -230,7 +231,7 @@ class Gateway:
             "(rollout/forked counts such turns; `trivium rollouts` shows the first token that differs)",
             session.name,
             session.task_id,
-            how,
+            edit,
         )
 
     def health(self) -> dict[str, Any]:

@@ -120,8 +120,7 @@ def _messages(body: Mapping[str, Any], recorded: Recorded, thinks: bool) -> list
     messages: list[Any] = []
     if system := body.get("system"):
         messages.append({"role": "system", "content": _text_of_blocks(system, "system")})
-    sent = typed(body, "messages", list, [])
-    for number, message in enumerate(sent):
+    for number, message in enumerate(typed(body, "messages", list, [])):
         where = f"messages[{number}]"
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if role not in ("user", "assistant", "system") or not isinstance(content, str | list):
@@ -290,8 +289,8 @@ def _message(model: str, completion: StreamedCompletion | CompletionNode) -> dic
     return {**identity(completion), **body, "stop_sequence": None}
 
 
-def _tool_use(completion: str, number: int, name: str, given: object) -> dict[str, Any]:
-    return {"type": "tool_use", "id": part_id("toolu", completion, number), "name": name, "input": given}
+def _tool_use(completion: str, number: int, name: str, arguments: object) -> dict[str, Any]:
+    return {"type": "tool_use", "id": part_id("toolu", completion, number), "name": name, "input": arguments}
 
 
 def message_error(error: RequestError) -> dict[str, Any]:

@@ -23,9 +23,12 @@ from trivium.types import MIN_TEMPERATURE, IntArray, Message, Sampling
 T = TypeVar("T")
 D = TypeVar("D")
 _MAX_LABEL = 512
-"""Characters of a label."""
+"""Characters of a label, which records and log lines repeat."""
 _MAX_MESSAGES = 1024
+"""Messages of a request. To find the session, the server hashes each beginning that ends with a completion, which takes
+time quadratic in their number."""
 _MAX_STOP = 16
+"""Stop strings of a request."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 LABELS = ("task_id", "session", "secret", "reply_to", "evaluation", "row")
@@ -281,18 +284,18 @@ def _flag(name: str, value: object) -> bool:
 
 def _row(name: str, value: object) -> Row:
     """A row as an object or as its JSON text: values of OpenAI's `metadata` are texts. Raises RequestError."""
-    given = value
+    row = value
     if isinstance(value, str):
         with suppress(RequestError):  # the error below names the form of a row
-            given = read_body(value.encode())
-    sent: dict[Any, Any] = {"epoch": 0, **given} if isinstance(given, dict) else {}
-    numbers = [sent.get("epoch"), sent.get("index")]
-    if sent.keys() != {"taskset", "epoch", "index"} or not all(
-        type(each) is int and 0 <= each < 2**31 for each in numbers
+            row = read_body(value.encode())
+    fields: dict[Any, Any] = {"epoch": 0, **row} if isinstance(row, dict) else {}
+    numbers = [fields.get("epoch"), fields.get("index")]
+    if fields.keys() != {"taskset", "epoch", "index"} or not all(
+        type(number) is int and 0 <= number < 2**31 for number in numbers
     ):
         asked = "row as {taskset, epoch, index}, a text and two whole numbers from 0"
         raise bad_request(name, asked, f"{value!r:.60}", "name the taskset, and the member of the group as index")
-    return Row(_label("row.taskset", sent["taskset"]), sent["epoch"], sent["index"])
+    return Row(_label("row.taskset", fields["taskset"]), fields["epoch"], fields["index"])
 
 
 _TRAINED = {
@@ -336,9 +339,9 @@ def _for_training(sampling: Sampling, trained: Sampling, names: Sequence[str]) -
     """The sampling parameters of the config with the length and the stop strings of a request; `names` has the
     parameter that sets the length. Raises RequestError if others differ."""
     for name, attribute in _TRAINED.items():
-        value, own = getattr(sampling, attribute), getattr(trained, attribute)
-        if value != own:
-            found = f"this run samples at {own}, and the trainer computes with that"
+        value, trained_value = getattr(sampling, attribute), getattr(trained, attribute)
+        if value != trained_value:
+            found = f"this run samples at {trained_value}, and the trainer computes with that"
             do = f"leave it out, set engine.sampling.{attribute}, or mark the request `evaluation: true`"
             raise bad_request(name, f"{name} {value} in training", found, do)
     if sampling.max_new_tokens > trained.max_new_tokens:
@@ -436,12 +439,13 @@ def _called(entry: Mapping[str, Any], where: str, recorded: Recorded) -> str:
     """The text of an assistant's message with `tool_calls` or `reasoning_content`. If the policy wrote the calls,
     exactly its text."""
     content = "" if entry.get("content") is None else _text(entry["content"], where)
-    calling, reasoning = entry.get("tool_calls") or [], entry.get("reasoning_content")
-    sent: list[Any] = calling if isinstance(calling, list) else [None]
+    tool_calls, reasoning = entry.get("tool_calls") or [], entry.get("reasoning_content")
+    entries: list[Any] = tool_calls if isinstance(tool_calls, list) else [None]  # None is refused below
     if not isinstance(reasoning, str | None):
         raise bad_request(f"{where}.reasoning_content", "text", f"{reasoning!r:.60}", "send it as it was received")
-    calls = tuple(_sent_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(sent))
-    ids = [completion_id(str(sent[0].get("id")))] if sent else []
+    calls = tuple(_sent_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(entries))
+    # All calls of a message are of one completion.
+    ids = [completion_id(str(entries[0].get("id")))] if entries else []
     if reasoning:
         return written(Answer(reasoning.strip(), content, calls), ids, recorded)
     return written(Answer(None, content, calls), ids, recorded, reasoning=False)

@@ -255,10 +255,10 @@ def response(
     turn = node.turn
     cut = turn.stop_reason is StopReason.LENGTH
     answer = answer_of(visible_text(turn, chat.sampling.stop), chat.tools, opened=node.reasoning_open)
-    decoded = partial(_ends_reasoning, chat.tools.format.reasoning[1], renderer, turn.tokens)
+    has_ended = partial(_ends_reasoning, chat.tools.format.reasoning[1], renderer, turn.tokens)
     # A binary search for the token that completes the reasoning: decoding every prefix would be slow.
-    ended = bisect_left(range(len(turn.tokens)), True, key=decoded) if answer.reasoning is not None else -1
-    thought = min(ended + 1, len(turn.tokens))
+    last = bisect_left(range(len(turn.tokens)), True, key=has_ended) if answer.reasoning is not None else -1
+    num_reasoning = min(last + 1, len(turn.tokens))  # all of them, if the reasoning has no end
     body = _response(model, chat, node) | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -267,7 +267,7 @@ def response(
             "input_tokens": len(turn.prompt_tokens),
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": len(turn.tokens),
-            "output_tokens_details": {"reasoning_tokens": thought},
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": len(turn.prompt_tokens) + len(turn.tokens),
         },
     }
@@ -355,28 +355,28 @@ class ResponseEvents(Events):
     def step(self, completion: StreamedCompletion, step: Step) -> Iterator[str]:
         node = completion.node
         self._index += step.what == "begin"
-        over = step.what == "end"
+        ends = step.what == "end"
         cut = node is not None and node.turn.stop_reason is StopReason.LENGTH
-        status = ("incomplete" if cut else "completed") if over else "in_progress"
-        item = _item(completion.id, step.kind, step.number, step.text if over else "", status, step.call)
-        place: dict[str, Any] = {"item_id": item["id"], "output_index": self._index}
+        status = ("incomplete" if cut else "completed") if ends else "in_progress"
+        item = _item(completion.id, step.kind, step.number, step.text if ends else "", status, step.call)
+        position: dict[str, Any] = {"item_id": item["id"], "output_index": self._index}
         kind = "response.function_call_arguments"
         part = item["content"][0] if step.call is None else {}
         if part:
-            kind, place["content_index"] = f"response.{part['type']}", 0
-        more = {"logprobs": []} if step.kind == "content" else {}
+            kind, position["content_index"] = f"response.{part['type']}", 0
+        extra = {"logprobs": []} if step.kind == "content" else {}
         if step.what == "begin":
             empty = {**item, "content": []} if part else item
             yield self._event("response.output_item.added", output_index=self._index, item=empty)
             if part:
-                yield self._event("response.content_part.added", **place, part=part)
+                yield self._event("response.content_part.added", **position, part=part)
         elif step.what == "text":
-            yield self._event(f"{kind}.delta", **place, delta=step.text, **more)
+            yield self._event(f"{kind}.delta", **position, delta=step.text, **extra)
         else:
-            done = {"text": step.text} if step.call is None else {"arguments": step.text, "name": step.call.name}
-            yield self._event(f"{kind}.done", **place, **done, **more)
+            whole = {"text": step.text} if step.call is None else {"arguments": step.text, "name": step.call.name}
+            yield self._event(f"{kind}.done", **position, **whole, **extra)
             if part:
-                yield self._event("response.content_part.done", **place, part=part)
+                yield self._event("response.content_part.done", **position, part=part)
             yield self._event("response.output_item.done", output_index=self._index, item=item)
 
     def end(self, body: Mapping[str, Any]) -> Iterator[str]:

@@ -76,15 +76,15 @@ class ChatServer:
         def text(tokens: IntArray) -> str:
             return explorer.renderer.decode(tokens[: explorer.max_context])  # a longer prompt is refused
 
-        def read(sent: Any, headers: Any, model: str, trained: Sampling, _: Recorded) -> ChatRequest:
-            return read_generate(sent, headers, model, trained, eos, text)
+        def read(body: Any, headers: Any, model: str, trained: Sampling, _: Recorded) -> ChatRequest:
+            return read_generate(body, headers, model, trained, eos, text)
 
         return await self._respond(request, await self._read(request, read), generated, GeneratedEvents)
 
     async def _read(self, request: Request, read: Callable[..., ChatRequest]) -> ChatRequest:
         gateway = self.gateway
-        sent = read_body(await request.body())
-        return read(sent, request.headers, self.model, gateway.explorer.sampling, gateway.recorded)
+        body = read_body(await request.body())
+        return read(body, request.headers, self.model, gateway.explorer.sampling, gateway.recorded)
 
     async def _respond(
         self,
@@ -114,13 +114,13 @@ class ChatServer:
     async def _complete(self, request: Request) -> Response:
         """A completion of token ids, which is not recorded."""
         explorer = self.gateway.explorer
-        sent = read_body(await request.body())
+        body = read_body(await request.body())
         self._num_completions += 1
-        wanted = read_completion(
-            sent, self.model, explorer.sampling, explorer.renderer.eos_token_ids, number=self._num_completions
+        sampling_request = read_completion(
+            body, self.model, explorer.sampling, explorer.renderer.eos_token_ids, number=self._num_completions
         )
-        completion = await cancel_on_disconnect(request, self.gateway.sample(wanted))
-        return JSONResponse(text_completion(self.model, wanted, completion, explorer.renderer))
+        completion = await cancel_on_disconnect(request, self.gateway.sample(sampling_request))
+        return JSONResponse(text_completion(self.model, sampling_request, completion, explorer.renderer))
 
     async def _models(self, request: Request) -> Response:
         del request

@@ -112,11 +112,11 @@ class CompletionNode:
 
     def turns(self) -> Iterator[Turn]:
         """The turns of this subtree, depth first, the branch with the newest completion last."""
-        waiting = [self]  # a stack: the branch with the newest completion is at its bottom
-        while waiting:
-            node = waiting.pop()
+        stack = [self]  # the branch with the newest completion is at its bottom
+        while stack:
+            node = stack.pop()
             yield node.turn
-            waiting += sorted(node.children, key=lambda child: -child.newest)
+            stack += sorted(node.children, key=lambda child: -child.newest)
 
 
 @dataclass(eq=False)
@@ -181,24 +181,24 @@ class Session:
             task.cancel()
             self.generating.discard(task)
 
-    def rewriting(self, conversation: Conversation, known: int, tools: CallableTools) -> str:
+    def rewriting(self, conversation: Conversation, num_known: int, tools: CallableTools) -> str:
         """Describes how a call rewrites the history of this session; empty if it does not. The call continues from the
-        first `known` messages of its conversation.
+        first `num_known` messages of its conversation.
 
         A call rewrites history if it sends a completion back changed, or unchanged after changed messages. The policy
         then continues from other tokens than it sampled, and training sees two sequences in place of one.
         """
         replies = {
-            at: message for at, message in enumerate(conversation) if at >= known and message.role == "assistant"
+            at: message for at, message in enumerate(conversation) if at >= num_known and message.role == "assistant"
         }
         if not replies or not self.completions:
             return ""
         hidden = int(conversation[0].role == TOOLS)  # agents send tools beside the messages
         for node in self.completions:
-            *before, own = node.conversation
-            sent = replies.get(len(before))
-            if sent is not None and sent != own and conversation[: len(before)] == tuple(before):
-                edit = edit_of(Written(own.content, node.reasoning_open), sent.content, tools)
+            *before, completion = node.conversation
+            returned = replies.get(len(before))
+            if returned is not None and returned != completion and conversation[: len(before)] == tuple(before):
+                edit = edit_of(Written(completion.content, node.reasoning_open), returned.content, tools)
                 return f"message {len(before) - hidden} is a completion of the policy, and {edit}"
         sent_back = {message.content for message in replies.values()}
         if not any(node.conversation[-1].content in sent_back for node in self.completions):
@@ -216,9 +216,9 @@ class Session:
         node.order = len(self.completions)
         self.completions.append(node)
         (self.trees if node.parent is None else node.parent.children).append(node)
-        above: CompletionNode | None = node
-        while above is not None:
-            above.newest, above = node.order, above.parent
+        ancestor: CompletionNode | None = node
+        while ancestor is not None:
+            ancestor.newest, ancestor = node.order, ancestor.parent
 
     def trajectory(self, index: int) -> Trajectory:
         """The record: each conversation in one piece, the one with the newest completion last."""
@@ -242,6 +242,7 @@ class Session:
 
     def has_secret(self, secret: str) -> bool:
         """Whether the session began with this secret."""
+        # In constant time: the time of an answer must not tell an agent how much of another's secret is right.
         return hmac.compare_digest(self.secret.encode(), secret.encode())
 
     def check_secret(self, secret: str) -> None:
@@ -306,16 +307,19 @@ class SessionIndex:
         """The number of tokens of a prompt and its completion in active sessions -> how many have it."""
 
     def add(self, session: Session) -> None:
+        """Adds a session that begins."""
         if session.label is not None:
             self._named[session.label] = session
 
     def record(self, node: CompletionNode) -> None:
+        """Adds a completion of an active session."""
         self._named[node.id] = node.session
         for key in _keys(node):
             self._nodes.setdefault(key, []).append(node)
         self._lengths[len(node.sequence)] += 1
 
     def end(self, session: Session) -> None:
+        """Removes the conversations of a session."""
         for node in session.completions:
             for key in _keys(node):
                 self._nodes[key].remove(node)
@@ -327,6 +331,7 @@ class SessionIndex:
                 del self._lengths[length]
 
     def forget(self, names: Iterable[Label | str]) -> None:
+        """Removes the names of a session (`Session.names`)."""
         for name in names:
             del self._named[name]
 
@@ -383,13 +388,14 @@ def _keys(node: CompletionNode) -> tuple[Conversation | bytes, ...]:
 
 def _hashes(tokens: IntArray, lengths: Iterable[int]) -> list[bytes]:
     """The hashes of the beginnings of these lengths, in order; of those that are not longer than the tokens."""
-    running, done, hashes = hashlib.blake2b(digest_size=16), 0, list[bytes]()
+    # One pass for all lengths: hashing each beginning by itself would be quadratic in the number of completions.
+    hasher, num_hashed, hashes = hashlib.blake2b(digest_size=16), 0, list[bytes]()
     for length in lengths:
         if length > len(tokens):
             break
-        running.update(tokens[done:length].tobytes())
-        done = length
-        hashes.append(running.digest())
+        hasher.update(tokens[num_hashed:length].tobytes())
+        num_hashed = length
+        hashes.append(hasher.digest())
     return hashes
 
 

@@ -119,7 +119,7 @@ class Sessions:
                 await self._admit_groups()
                 self.close("the training is over")
             finally:
-                self.close(_STOPPED)
+                self.close(_STOPPED)  # keeps the first reason
             for helper in (*helpers, *self._submitting.values()):  # no step trains on the groups in progress
                 helper.cancel()
 
@@ -404,10 +404,7 @@ class Sessions:
             if session is None:
                 raise unknown_error(f"the session {feedback.session!r} of task {feedback.task_id!r}")
             return [session]
-        sessions: dict[Session, None] = {}
-        for completion_id in feedback.ids:
-            sessions[self.index.of_completion(completion_id)] = None
-        return list(sessions)
+        return list(dict.fromkeys(map(self.index.of_completion, feedback.ids)))
 
     def _check_rewards(self, feedback: Feedback) -> None:
         """Raises RequestError unless the rewards of the request and of the config make a reward together."""
@@ -466,7 +463,7 @@ class Sessions:
         for task in session.generating:
             task.cancel()
         del self.active[session]
-        self._ended.append((time.monotonic(), session.names))
+        self._ended.append((time.monotonic(), session.names))  # now: `clear` frees the completions that have the ids
         if session.group is not None:
             session.group.active.remove(session)
 
@@ -516,7 +513,7 @@ class Sessions:
                 for session in list(group.active):
                     self._end(session, 410, reason)
                     session.clear()
-                for session in group.done:
+                for session in group.done:  # their feedback has no effect, which later calls must learn
                     session.ended = (410, reason)
                     session.clear()
             for lease in leases & self._submitting.keys():
@@ -525,7 +522,8 @@ class Sessions:
     async def _expire(self) -> None:
         """Ends sessions after their deadline and drops idle ones, until it is cancelled."""
         options, deadline_s = self._options, self._options.deadline_s
-        # A session ends at most a tenth of the shortest limit late.
+        # A session ends late by a tenth of the shortest limit at most. Scans are 50 ms apart, since each reads all
+        # sessions.
         period_s = min(5.0, max(0.05, min(options.idle_s, options.unstarted_idle_s, deadline_s) / 10))
         while True:
             await asyncio.sleep(period_s)

@@ -60,7 +60,7 @@ class StreamedCompletion:
         self._parts: dict[tuple[str, int], str] = {}
         """What was sent of each part that has begun, in order."""
         self._ended: set[tuple[str, int]] = set()
-        self._num_taken = 0
+        self._num_sent = 0
 
     # ------------------------------------------------------------------ what the policy reports
 
@@ -86,39 +86,39 @@ class StreamedCompletion:
 
     def take_tokens(self) -> tuple[list[int], list[float]]:
         """The tokens, and their log-probabilities, since the last call."""
-        start, self._num_taken = self._num_taken, len(self.tokens)
+        start, self._num_sent = self._num_sent, len(self.tokens)
         return self.tokens[start:], self.log_probs[start:]
 
     def steps(self) -> Iterator[Step]:
         """Yields what is certain by now and was not yielded before."""
         chat = self._chat
-        how = {"reasoning": chat.reasoning, "opened": self._reasoning_open}
+        split = {"reasoning": chat.reasoning, "opened": self._reasoning_open}
         if self.node is None:
             self._decode()
-            answer = settled(self._text, chat.tools, chat.sampling.stop, **how)
+            answer = settled(self._text, chat.tools, chat.sampling.stop, **split)
         else:
-            answer = answer_of(visible_text(self.node.turn, chat.sampling.stop), chat.tools, **how)
+            answer = answer_of(visible_text(self.node.turn, chat.sampling.stop), chat.tools, **split)
         yield from self._grown(answer, final=self.node is not None)
 
     def _decode(self) -> None:
         """Appends the text of new tokens. Decodes a window of tokens: a token may complete the character before it."""
         decoded, read = self._renderer.decode(self.tokens[self._window :]), len(self.tokens)
-        known = self._renderer.decode(self.tokens[self._window : self._read])
+        known_text = self._renderer.decode(self.tokens[self._window : self._read])
         if decoded.endswith("\ufffd"):
             if read - self._read < _WINDOW:
                 return
             decoded = decoded[:-1]  # the next token may complete this character
-            ends = (read - held for held in range(1, _CHARACTER))
+            ends = (read - num_held for num_held in range(1, _CHARACTER))
             whole = (end for end in ends if self._renderer.decode(self.tokens[self._window : end]) == decoded)
             if (read := next(whole, 0)) <= self._read:
                 return
-        self._text += decoded[len(known) :]
+        self._text += decoded[len(known_text) :]
         self._window, self._read = self._read, read
 
     def _grown(self, answer: Answer, *, final: bool) -> Iterator[Step]:
         if answer.reasoning is not None:
-            over = final or bool(answer.content)
-            yield from self._part("reasoning", 0, answer.reasoning, ended=over)
+            ended = final or bool(answer.content)
+            yield from self._part("reasoning", 0, answer.reasoning, ended=ended)
         if answer.content:
             yield from self._part("content", 0, answer.content, ended=final)
         for number, call in enumerate(answer.calls):
@@ -126,12 +126,12 @@ class StreamedCompletion:
 
     def _part(self, kind: str, number: int, text: str, *, ended: bool, call: ToolCall | None = None) -> Iterator[Step]:
         key = (kind, number)
-        sent = self._parts.get(key, "")
-        if not text.startswith(sent):
+        sent_text = self._parts.get(key, "")
+        if not text.startswith(sent_text):
             raise RequestError(
                 500,
                 "a stream that agrees with its completion",
-                f"of the {kind}, {sent[-40:]!r} was sent, and the completion has {text[: len(sent)][-40:]!r}",
+                f"of the {kind}, {sent_text[-40:]!r} was sent, and the completion has {text[: len(sent_text)][-40:]!r}",
                 "ask again without stream: its tokenizer or its format of calls changes earlier text",
                 code="stream_differs",
             )
@@ -140,9 +140,9 @@ class StreamedCompletion:
         if key not in self._parts:
             self._parts[key] = ""
             yield Step("begin", kind, number, call)
-        if len(text) > len(sent):
-            self._parts[key] = sent + text[len(sent) :]
-            yield Step("text", kind, number, call, text[len(sent) :])
+        if len(text) > len(sent_text):
+            self._parts[key] = sent_text + text[len(sent_text) :]
+            yield Step("text", kind, number, call, text[len(sent_text) :])
         if ended:
             self._ended.add(key)
             yield Step("end", kind, number, call, self._parts[key])
@@ -228,22 +228,22 @@ class CompletionStream:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            over = work.done()
+            is_last = work.done()  # before the steps below: the work may end while the client reads them
             for completion in self.completions:
                 if completion.prompt is None:
                     continue
                 if completion.index not in announced:
                     announced.add(completion.index)
-                    for each in events.begin(completion):
-                        yield each
+                    for text in events.begin(completion):
+                        yield text
                 try:
-                    for each in events.grow(completion):
-                        yield each
+                    for text in events.grow(completion):
+                        yield text
                 except RequestError as error:
                     work.cancel()
                     yield events.failed(error)
                     return
-            if over:
+            if is_last:
                 break
         try:
             nodes = work.result()
@@ -253,5 +253,5 @@ class CompletionStream:
         except asyncio.CancelledError:
             yield events.failed(RequestError(503, "the rest of a stream", "the server is closing", "ask again"))
             return
-        for each in events.end(body(nodes)):
-            yield each
+        for text in events.end(body(nodes)):
+            yield text
