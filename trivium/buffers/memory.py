@@ -174,17 +174,14 @@ class MemoryRows:
         self._num_leases = Counter[str | None]()
         """By explorer."""
 
-    def loaded(self, owner: str) -> int | None:
-        return self._loaded.get(owner)
+    def explorer(self, owner: str) -> tuple[int | None, int]:
+        return self._loaded.get(owner), len(self._loaded)
 
     def load(self, owner: str, version: int | None) -> None:
         if version is None:
             self._loaded.pop(owner, None)
         else:
             self._loaded[owner] = version
-
-    def num_explorers(self) -> int:
-        return len(self._loaded)
 
     def num_leases(self, owner: str) -> int:
         return self._num_leases[owner]

@@ -44,16 +44,12 @@ class Rows(Protocol):
     head: dict[str, Any]
     """`HEAD`, and `closed`."""
 
-    def loaded(self, owner: str) -> int | None:
-        """The version that an explorer has loaded."""
+    def explorer(self, owner: str) -> tuple[int | None, int]:
+        """(the version that an explorer has loaded, the number of explorers that have loaded one)."""
         ...
 
     def load(self, owner: str, version: int | None) -> None:
         """Notes the version that an explorer has loaded; None forgets the explorer."""
-        ...
-
-    def num_explorers(self) -> int:
-        """The number of explorers that have loaded a version."""
         ...
 
     def num_leases(self, owner: str) -> int:
@@ -134,8 +130,8 @@ class Slots:
         """Leases the lowest free slot, if the version of `owner` admits it and `owner` has less than its share. Raises
         StopAsyncIteration once the buffer is closed."""
         self._check_open()
-        version, row = self.rows.loaded(owner), self._free_slot()
-        if version is None or not self._is_admitted(row, version) or self._has_its_share(owner, version):
+        (version, explorers), row = self.rows.explorer(owner), self._free_slot()
+        if version is None or not self._is_admitted(row, version) or self._has_its_share(owner, version, explorers):
             return None
         if row.slot < self.head["next_slot"]:
             self._update([row], state=SlotState.LEASED, owner=owner, version=version)
@@ -194,7 +190,7 @@ class Slots:
         return too_old or self._lowest_unfinished() >= self._admitted(version)
 
     def explorer_waits(self, owner: str) -> Waiting:
-        version, row = self.rows.loaded(owner), self._free_slot()
+        (version, _), row = self.rows.explorer(owner), self._free_slot()
         whom = f"the trainer to take groups (next slot {row.slot})"
         if version is not None and self._is_admitted(row, version):
             whom = f"its own rollouts, which are its part of the slots, or other explorers (next slot {row.slot})"
@@ -322,10 +318,10 @@ class Slots:
         """Whether `version` admits a slot. Nothing is issued for a version whose groups could only be too stale."""
         return self._oldest(self.head["trains"]) <= version and row.slot < self._admitted(version)
 
-    def _has_its_share(self, owner: str, version: int) -> bool:
+    def _has_its_share(self, owner: str, version: int, explorers: int) -> bool:
         """Whether an explorer has leased its equal part of the slots that may be in progress (`Schedule.equal_parts`).
         Only explorers that have loaded a version count."""
-        if not self._schedule.equal_parts or (explorers := self.rows.num_explorers()) < 2:
+        if not self._schedule.equal_parts or explorers < 2:
             return False
         trained = (self.head["trains"] - self._schedule.first_version) * self._schedule.fresh_per_step
         part = math.ceil((self._schedule.admitted(version) - trained) / explorers)

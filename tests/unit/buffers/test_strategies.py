@@ -112,7 +112,7 @@ class Life:
                 return
             assert lease is not None
             self.issued += 1
-            version = self.buffer.rows.loaded("e") or 0
+            version = self.buffer.rows.explorer("e")[0] or 0
             useless = random.Random(lease.slot).random() < self.useless
             await self.buffer.put("e", played(self.schedule, lease.slot, version, lease.attempt, useless))
 

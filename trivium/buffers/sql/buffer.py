@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,10 +41,9 @@ from trivium.types import TRAINER, Capabilities, Group, Lease
 # Made once: building a statement takes SQLAlchemy longer than running it takes SQLite.
 _THIS = BUFFERS.c.name == sa.bindparam("this_name")
 _HEAD = sa.select(BUFFERS).where(_THIS)
-_HEADS = {False: Statement(_HEAD), True: Statement(_HEAD.with_for_update())}
+_HEADS = {False: _HEAD, True: _HEAD.with_for_update()}
 """By whether the row is locked."""
 _HEAD_COLUMNS = tuple(column.name for column in BUFFERS.columns)
-_SAVE_HEAD = Statement(sa.update(BUFFERS).where(_THIS), _HEAD_COLUMNS)
 
 
 _MANY_CALLS = 64
@@ -203,7 +202,7 @@ class SqlBuffer(SlotBuffer):
             Slots(rows, self.schedule).restore(state, version)
             arrivals = rows.head["arrivals"]
             rows.head |= {"run": run, "session": session, "closed": False}
-            self._save(connection, rows)
+            self._save(connection, head, rows)
 
         await asyncio.to_thread(self._database.transact, work)
         self._media.forget()
@@ -311,7 +310,7 @@ class SqlBuffer(SlotBuffer):
                 self._commit([self._waiting.popleft() for _ in range(min(len(self._waiting), _MANY_CALLS))])
         self._idle.append(call.caller)
         call.committed.result(0)  # the thread that dequeues a call sets its result before it releases the lock
-        return _decoded(call.answer)
+        return _ANSWERED.decode(call.answer)
 
     def _commit(self, calls: Sequence[_Call]) -> None:
         """Gives each call its result. A RoleFailed, or an exception that ends the process, ends all calls that have
@@ -358,13 +357,13 @@ class SqlBuffer(SlotBuffer):
             assert head is not None
             rows = rows or SqlRows(connection, head)
             slots = Slots(rows, self.schedule)
-            call.answer = json.dumps(call.context.run(call.work, slots), default=_row_columns)
+            call.answer = _ANSWERS.encode(call.context.run(call.work, slots))
             if slots.changed:
                 values = {"caller": call.caller, "buffer": self._name, "token": call.token, "answer": call.answer}
                 self._save_call(connection, values)
                 changed = True
-        if rows is not None and changed:
-            self._save(connection, rows)
+        if head is not None and rows is not None and changed:
+            self._save(connection, head, rows)
 
     def _slots(self, connection: sa.Connection, *, joins: bool = False, dry: bool = False) -> Slots | None:
         """The buffer's rows, to read; None before the buffer is open."""
@@ -388,12 +387,20 @@ class SqlBuffer(SlotBuffer):
 
     def _head(self, connection: sa.Connection, *, lock: bool) -> Mapping[str, Any] | None:
         """The buffer's own row; with `lock`, locked until the transaction ends."""
-        rows = _HEADS[lock](connection, {"this_name": self._name})
-        return dict(zip(_HEAD_COLUMNS, rows[0], strict=True)) if rows else None
+        row = connection.execute(_HEADS[lock], {"this_name": self._name}).one_or_none()
+        return None if row is None else dict(zip(_HEAD_COLUMNS, row, strict=True))
 
-    def _save(self, connection: sa.Connection, rows: Rows) -> None:
-        head = {**rows.head, "change": rows.head["change"] + 1, "this_name": self._name}
-        _SAVE_HEAD(connection, head)
+    def _save(self, connection: sa.Connection, head: Mapping[str, Any], rows: Rows) -> None:
+        """Stores what differs from `head`, the row as it was read."""
+        rows.head["change"] += 1
+        changed = {name: value for name, value in rows.head.items() if value != head[name]}
+        _save_of(tuple(changed))(connection, {**changed, "this_name": self._name})
+
+
+@lru_cache
+def _save_of(names: tuple[str, ...]) -> Statement:
+    """Sets these columns of a buffer's own row."""
+    return Statement(sa.update(BUFFERS).where(_THIS), names)
 
 
 def _answered(connection: sa.Connection, caller: str, token: str) -> str | None:
@@ -416,9 +423,9 @@ def _row_columns(row: Row) -> dict[str, int | None]:
     return {"slot": row.slot, "attempt": row.attempt, "arrival": row.arrival}
 
 
-def _decoded(answer: str) -> Any:
-    """An answer from JSON, with its rows."""
-    return json.loads(answer, object_hook=lambda columns: Row(**columns))
+_ANSWERS = json.JSONEncoder(default=_row_columns)
+_ANSWERED = json.JSONDecoder(object_hook=lambda columns: Row(**columns))
+"""An answer as JSON, and its rows again."""
 
 
 def _rows(slots: Slots) -> SqlRows:

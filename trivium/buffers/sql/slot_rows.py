@@ -32,8 +32,8 @@ _THIS = (_MINE, _s.slot == sa.bindparam("this_slot"), _s.attempt == sa.bindparam
 """One row, by its primary key: the one index that PostgreSQL then considers."""
 _SELECT = sa.select(*(_s[name] for name in _COLUMNS))
 _SELECT_BRIEF = sa.select(*(_s[name] for name in (*_WITHOUT_GROUP, "arrival")))
-_FIND = Statement(_SELECT_BRIEF.where(*_THIS))
-_LOWEST = Statement(_SELECT_BRIEF.where(_MINE, _s.state == sa.bindparam("this_state")).order_by(_s.slot).limit(1))
+_FIND = _SELECT_BRIEF.where(*_THIS)
+_LOWEST = _SELECT_BRIEF.where(_MINE, _s.state == sa.bindparam("this_state")).order_by(_s.slot).limit(1)
 _FINISHED = _SELECT_BRIEF.where(_MINE, _s.state == SlotState.FINISHED).limit(sa.bindparam("count"))
 _FINISHED_SINCE = _FINISHED.where(_s.arrival >= sa.bindparam("begin")).order_by(_s.arrival)
 _FINISHED_WITHIN = _FINISHED.where(_s.slot >= sa.bindparam("begin"), _s.slot < sa.bindparam("end")).order_by(_s.slot)
@@ -42,11 +42,10 @@ _INSERT_BRIEF = Statement(_INSERT, ("buffer", *_WITHOUT_GROUP))
 _RECORDS = sa.select(_g.slot, _g.attempt, _g.payload).where(
     _g.buffer == sa.bindparam("this_buffer"), _g.slot.in_(sa.bindparam("slots", expanding=True))
 )
-_EXPLORER = (EXPLORERS.c.buffer == sa.bindparam("this_buffer"), EXPLORERS.c.owner == sa.bindparam("this_owner"))
-_LOADED = Statement(sa.select(EXPLORERS.c.loaded).where(*_EXPLORER))
-_NUM_EXPLORERS = Statement(sa.select(sa.func.count()).where(_EXPLORER[0]))
-_NUM_LEASES = Statement(
-    sa.select(sa.func.count()).where(_MINE, _s.state == SlotState.LEASED, _s.owner == sa.bindparam("this_owner"))
+_LOADED = sa.func.max(EXPLORERS.c.loaded).filter(EXPLORERS.c.owner == sa.bindparam("this_owner"))
+_EXPLORER = sa.select(sa.func.count(), _LOADED).where(EXPLORERS.c.buffer == sa.bindparam("this_buffer"))
+_NUM_LEASES = sa.select(sa.func.count()).where(
+    _MINE, _s.state == SlotState.LEASED, _s.owner == sa.bindparam("this_owner")
 )
 _MANY = 500
 """Most values in one statement, because servers limit the time of a statement."""
@@ -65,16 +64,14 @@ class SqlRows:
 
     # ------------------------------------------------------------------ explorers
 
-    def loaded(self, owner: str) -> int | None:
+    def explorer(self, owner: str) -> tuple[int | None, int]:
         this = {"this_buffer": self._name, "this_owner": owner}
-        return next((loaded for (loaded,) in _LOADED(self._connection, this)), None)
-
-    def num_explorers(self) -> int:
-        return _NUM_EXPLORERS(self._connection, {"this_buffer": self._name})[0][0]
+        number, loaded = self._connection.execute(_EXPLORER, this).one()
+        return loaded, number
 
     def num_leases(self, owner: str) -> int:
         this = {"this_buffer": self._name, "this_owner": owner}
-        return _NUM_LEASES(self._connection, this)[0][0]
+        return self._connection.execute(_NUM_LEASES, this).scalar_one()
 
     def load(self, owner: str, version: int | None) -> None:
         explorer = self._explorer(owner)
@@ -222,11 +219,8 @@ class SqlRows:
         untold = (_s.buffer == self._name, _s.state == SlotState.CANCELLED)
         self._run(sa.update(SLOTS).where(*untold).values(state=SlotState.CANCELLED_TOLD))
 
-    def _rows(self, query: Statement | sa.Select[Any], **values: Any) -> list[Row]:
-        this = {"this_buffer": self._name, **values}
-        rows: Any = (
-            query(self._connection, this) if isinstance(query, Statement) else self._connection.execute(query, this)
-        )
+    def _rows(self, query: sa.Select[Any], **values: Any) -> list[Row]:
+        rows: Any = self._connection.execute(query, {"this_buffer": self._name, **values})
         return [Row(slot, attempt, SlotState(state), *rest) for slot, attempt, state, *rest in rows]
 
     def _run(self, statement: sa.Executable) -> sa.CursorResult:
