@@ -71,15 +71,15 @@ class Estimator:
 
     def advantages(self, x: AdvantageInputs) -> tuple[Advantages, Metrics]:
         """The function's result, normalised and clipped."""
-        done = cast(object, self.function(x))
-        if not isinstance(done, Advantages):
+        result = cast(object, self.function(x))
+        if not isinstance(result, Advantages):
             name = getattr(getattr(self.function, "func", self.function), "__name__", "the estimator")
-            raise DataError(f"Advantages(advantages, returns) from {name!r}", f"a {type(done).__name__}", "wrap them")
-        values, returns = (check_per_token(each, x.response_mask, "the advantage estimator") for each in done)
+            raise DataError(f"Advantages(advantages, returns) from {name!r}", f"a {type(result).__name__}", "wrap them")
+        values, returns = (check_per_token(column, x.response_mask, "the advantage estimator") for column in result)
         mask = x.response_mask
         if "taught" in x.columns:  # where the teacher read no context, its opinion does not count
             mask = mask & (x.columns["taught"] != 0)
-            values, returns = (torch.where(mask, each, 0.0) for each in (values, returns))
+            values, returns = (torch.where(mask, column, 0.0) for column in (values, returns))
         if self.normalise != "none":
             values = normalised(values, mask, by_std=self.normalise == "std")
         if self.clip is None:
@@ -137,7 +137,9 @@ class GroupAlgorithm:
     def objectives_at(self, version: int) -> tuple[AnyObjective, ...]:
         """The objectives of the train step from `version`. During the critic's warm-up these are only the critic's."""
         warming_up = version < self.first_version + self.critic_warmup
-        return tuple(self._steered(each) for each in self.objectives if not warming_up or each.role == "critic")
+        return tuple(
+            self._steered(objective) for objective in self.objectives if not warming_up or objective.role == "critic"
+        )
 
     def _steered(self, objective: AnyObjective) -> AnyObjective:
         """The objective with the current coefficient of the entropy bonus."""
@@ -186,10 +188,10 @@ class GroupAlgorithm:
         Raises DataError for a group without the greedy completion that the estimator needs.
         """
         refused_by = [self._refused_by(group) for group in groups]
-        kept = [group for group, rule in zip(groups, refused_by, strict=True) if rule is None]
-        metrics = describe(groups, kept, Counter(rule for rule in refused_by if rule is not None))
-        return kept, metrics | (
-            {"rollout/trajectories": sum(min(2, len(group.trajectories)) for group in kept)} if self.pairs else {}
+        accepted = [group for group, rule in zip(groups, refused_by, strict=True) if rule is None]
+        metrics = describe(groups, accepted, Counter(rule for rule in refused_by if rule is not None))
+        return accepted, metrics | (
+            {"rollout/trajectories": sum(min(2, len(group.trajectories)) for group in accepted)} if self.pairs else {}
         )
 
     def _refused_by(self, group: Group) -> str | None:
@@ -236,22 +238,22 @@ class GroupAlgorithm:
         if "old_log_prob" in self.columns and not self.recompute_old:
             batch = batch.with_columns(old_log_prob=[e.rollout_log_prob for e in batch.experiences])
         metrics: Metrics = {"train/kl_coef": self.kl_coef} if self.kl_coef else {}
-        batch, kept = self._compared(batch)
+        batch, masks = self._compared(batch)
         metrics |= batch.metrics
         if len(taught := batch.columns.get("taught", ())):
             metrics["train/taught"] = sum(bool(row.any()) for row in taught) / len(taught)
         if self.estimator is None:
             return batch, metrics
-        own = np.flatnonzero(~batch.experts).tolist()
-        judged = batch.select(own)
+        policy_rows = np.flatnonzero(~batch.experts).tolist()
+        judged = batch.select(policy_rows)
         if self.entropy_controller is not None and judged.num_response_tokens:
             sampled = judged.flat("rollout_log_prob")[judged.flat("response_mask")]
             self.entropy_controller.update(-float(sampled.mean(dtype=np.float64)))
             metrics |= {"train/entropy_coef": self.entropy_controller.coef}
         x, estimate, judged_metrics = self._judged(self.estimator, judged)
         columns = {"advantages": ragged(estimate.advantages, judged), "returns": ragged(estimate.returns, judged)}
-        batch = batch.with_columns(**{name: _placed(arrays, own, batch) for name, arrays in columns.items()})
-        batch = self._trained(batch if kept is None else batch.masked(kept))
+        batch = batch.with_columns(**{name: _placed(arrays, policy_rows, batch) for name, arrays in columns.items()})
+        batch = self._trained(batch if masks is None else batch.masked(masks))
         if self.resample is not None:
             batch = batch.select(self.resample.rows(batch, members(x.unpenalised()), self.estimator.seed))
         return batch, metrics | judged_metrics | describe_tokens(batch)
@@ -268,11 +270,11 @@ class GroupAlgorithm:
         if estimator.kl_controller is not None:
             x, penalty = _penalised(x, batch, estimator.kl, estimator.kl_controller)
             metrics |= penalty
-        done, clipped = estimator.advantages(x)
+        estimate, clipped = estimator.advantages(x)
         metrics |= clipped
         if "values" in estimator.metadata.needs:
-            metrics |= _value_metrics(x, done)
-        return x, done, metrics
+            metrics |= _value_metrics(x, estimate)
+        return x, estimate, metrics
 
     def _compared(self, batch: Batch) -> tuple[Batch, list[AnyArray] | None]:
         """(the batch with importance weights and mismatch metrics, the masks of tokens that are not rejected).
@@ -302,7 +304,7 @@ class GroupAlgorithm:
         coef = {"kl_coef": steered.value, "kl_coef_initial": steered.initial} if steered else {}
         if (entropy := self.entropy_controller) is not None:
             coef |= {"entropy_coef": entropy.value, "entropy_coef_initial": entropy.initial}
-        roles = [{name: asdict(each) for name, each in roles.items()} for roles in self._roles]
+        roles = [{name: asdict(moments) for name, moments in roles.items()} for roles in self._roles]
         return coef | ({"moments": moments} if moments else {}) | ({"roles": roles} if roles else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -318,8 +320,9 @@ class GroupAlgorithm:
         if "moments" in state:
             for moments, saved in zip(self._moments, state["moments"], strict=True):
                 vars(moments).update(saved)
+        # A state without roles has none to restore: strict would refuse the shapings that have some.
         for roles, saved in zip(self._roles, state.get("roles", ()), strict=bool(state.get("roles"))):
-            roles.update({name: Moments(**each) for name, each in saved.items()})
+            roles.update({name: Moments(**fields) for name, fields in saved.items()})
 
     @property
     def _moments(self) -> list[Moments]:
@@ -360,9 +363,9 @@ def _penalised(
     return penalised, {"train/kl_coef": coef, "train/ref_kl": current}
 
 
-def _value_metrics(x: AdvantageInputs, done: Advantages) -> Metrics:
+def _value_metrics(x: AdvantageInputs, estimate: Advantages) -> Metrics:
     """The fraction of the returns' variance that the critic explains; empty if the returns have no variance."""
-    mask, returns = x.response_mask, done.returns.double()
+    mask, returns = x.response_mask, estimate.returns.double()
     if int(mask.sum()) < 2 or not float(variance := masked_var(returns, mask)):
         return {}
     error = torch.where(mask, returns - x.columns["values"].double(), 0.0)

@@ -64,7 +64,7 @@ def batch_of_pairs(groups: Sequence[Group], label: str = "label", *, mismatched:
     for group in groups:
         chosen, rejected = (labelled(group, label) if len(group.trajectories) == 1 else pair_of(group)) or (None, None)
         if chosen or rejected:
-            pairs.append(tuple(_single(group, each) if each else _missing(group) for each in (chosen, rejected)))
+            pairs.append(tuple(_single(group, member) if member else _missing(group) for member in (chosen, rejected)))
     longest = max((len(row) for pair in pairs for row in pair), default=0)
     rows: list[Experience] = []
     for number, pair in enumerate(pairs):
@@ -80,15 +80,15 @@ def _mismatched_pair(
 ) -> list[Experience]:
     """The prompts of a pair's rows, each with a completion of the first pair in `others` that has another prompt, or of
     the first pair if no prompt differs. A row without trained tokens, or without a pair in `others`, becomes blank."""
-    own = next(_prompt_of(row) for row in pair if row.response_mask.any())
+    own_prompt = next(_prompt_of(row) for row in pair if row.response_mask.any())
     ways = ([row for row in other if row.response_mask.any()] for other in others)
     others = [rows for rows in ways if rows]
-    source = next((rows for rows in others if _prompt_of(rows[0]) != own), others[0] if others else [])
+    source = next((rows for rows in others if _prompt_of(rows[0]) != own_prompt), others[0] if others else [])
     rows: list[Experience] = []
     for row in pair:
-        taken = sum(bool(each.response_mask.any()) for each in rows)
+        num_matched = sum(bool(partner.response_mask.any()) for partner in rows)
         whole = source and row.response_mask.any()
-        rows.append(_mismatched(row, source[taken % len(source)], longest) if whole else _blank(row.group_id, -1))
+        rows.append(_mismatched(row, source[num_matched % len(source)], longest) if whole else _blank(row.group_id, -1))
     return rows
 
 
@@ -101,14 +101,16 @@ def _mismatched(row: Experience, other: Experience, longest: int) -> Experience:
     """The prompt of one sequence with the completion of another, at most `longest` tokens."""
     start, begin = int(row.response_mask.argmax()), int(other.response_mask.argmax())
     moved = [item.at(item.span[0] - begin + start, item.span[1] - begin + start) for item in other.media if item.span]
+    # Pictures of the other row's own prompt move to a place before the completion, and stay out.
     moved = [item for item in moved if item.span and item.span[0] >= start]
+    # A picture's tokens and pixels go together: a cut inside it moves back to where it begins.
     end = min([longest, *(item.span[0] for item in moved if item.span and item.span[1] > longest)])
     end = min(end, start + len(other) - begin)
-    kept = slice(begin, begin + end - start)
+    completion = slice(begin, begin + end - start)
     prompt_media = [item for item in row.media if item.span and item.span[1] <= start]
     return Experience(
-        np.concatenate([row.tokens[:start], other.tokens[kept]]),
-        np.concatenate([np.zeros(start, np.bool_), other.response_mask[kept]]),
+        np.concatenate([row.tokens[:start], other.tokens[completion]]),
+        np.concatenate([np.zeros(start, np.bool_), other.response_mask[completion]]),
         np.zeros(end, np.float32),
         np.full(end, EXPERT_VERSION, np.int32),
         row.group_id,

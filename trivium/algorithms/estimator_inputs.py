@@ -71,7 +71,9 @@ def shaping_inputs(batch: Batch, x: AdvantageInputs, max_new_tokens: int) -> Sha
     rewards = torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64)
     lengths = torch.tensor([e.num_response_tokens for e in batch.experiences])
     turns = [[int(e.response_mask[turn.start : turn.stop].sum()) for turn in e.turns] for e in batch.experiences]
-    longest = torch.tensor([max(own, default=int(length)) for own, length in zip(turns, lengths, strict=True)])
+    longest = torch.tensor(
+        [max(turn_lengths, default=int(length)) for turn_lengths, length in zip(turns, lengths, strict=True)]
+    )
     participants = {int(number): e.participant for number, e in zip(of_row, batch.experiences, strict=True)}
     return ShapingInputs(
         reward=rewards.new_zeros(total).scatter(0, of_row, rewards),

@@ -187,8 +187,8 @@ def _updates(algorithm: GroupAlgorithm) -> Iterator[Line]:
     yield Line("updates", _passes(algorithm.epochs, algorithm.mini_batches))
     for critic in algorithm.objectives:
         if isinstance(critic, ValueObjective) and (critic.epochs or critic.mini_batches):
-            own = _passes(critic.epochs or algorithm.epochs, critic.mini_batches or algorithm.mini_batches)
-            yield Line("critic updates", own)
+            critic_passes = _passes(critic.epochs or algorithm.epochs, critic.mini_batches or algorithm.mini_batches)
+            yield Line("critic updates", critic_passes)
     if algorithm.critic_warmup:
         yield Line("warm-up", f"the first {algorithm.critic_warmup} train step(s) update the critic alone")
     where_old = "recomputed before the step" if algorithm.recompute_old else "the engine's"

@@ -49,8 +49,8 @@ def describe_function(function: Callable[..., Any], metadata: FunctionMetadata, 
     Options that the formula does not mention are appended.
     """
     options: dict[str, Any] = {}
-    for each in (function, *others):
-        options.update(getattr(each, "keywords", {}))
+    for bound in (function, *others):
+        options.update(getattr(bound, "keywords", {}))
     unmentioned = [
         f"{name} = {format_value(value)}"
         for name, value in options.items()

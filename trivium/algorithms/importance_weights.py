@@ -53,16 +53,16 @@ def correct(trainer: Tensor, engine: Tensor, mask: Tensor, correction: Correctio
     if correction.weights != "none":
         weights, metrics = _normalised(log_ratio, mask, correction)
         weights = weights.to(trainer.dtype)
-    kept = mask
+    remaining = mask
     for option, bound in correction.rejection.items():
         low, high = statistic_bounds(option, bound)
         statistic = rejection_statistic(log_ratio, mask, option)
         refused = mask & ((statistic < low) | (statistic > high))
-        kept = kept & ~refused
+        remaining = remaining & ~refused
         metrics |= rejection_metrics(option, statistic, refused, mask, low, high)
     if correction.rejection:
-        metrics |= rejected_metrics(kept, mask)
-    return Corrected(weights, kept, metrics)
+        metrics |= rejected_metrics(remaining, mask)
+    return Corrected(weights, remaining, metrics)
 
 
 def _normalised(log_ratio: Tensor, mask: Tensor, correction: Correction) -> tuple[Tensor, Metrics]:
@@ -136,12 +136,12 @@ def corrected(batch: Batch, trainer: Tensor, correction: Correction) -> tuple[Ba
     log-probability of an engine: their weight is 1, and they are kept.
     """
     mask, engine, sampled = _grids(batch)
-    done = correct(trainer, engine, sampled, correction)
-    if done.weights is not None:
-        weights = torch.where(sampled, done.weights, mask.to(done.weights.dtype))
+    result = correct(trainer, engine, sampled, correction)
+    if result.weights is not None:
+        weights = torch.where(sampled, result.weights, mask.to(result.weights.dtype))
         batch = batch.with_columns(rollout_is_weights=ragged(weights, batch))
-    kept = ragged(done.kept | (mask & ~sampled), batch)
-    return replace(batch, metrics={**batch.metrics, **done.metrics}), kept
+    masks = ragged(result.kept | (mask & ~sampled), batch)
+    return replace(batch, metrics={**batch.metrics, **result.metrics}), masks
 
 
 def measured(batch: Batch, trainer: Tensor) -> Metrics:

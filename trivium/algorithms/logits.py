@@ -31,9 +31,9 @@ def gpt_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Ten
 
     `logits` (B, L, V) at a position predict the next label of `labels` (B, L); this function shifts them.
     """
-    kept = labels[:, 1:] != ignore_index
-    log_prob = logprobs_from_logits(logits[:, :-1], labels[:, 1:].masked_fill(~kept, 0))
-    return -masked_sum(log_prob, kept) / kept.sum().clamp(min=1)
+    labelled = labels[:, 1:] != ignore_index
+    log_prob = logprobs_from_logits(logits[:, :-1], labels[:, 1:].masked_fill(~labelled, 0))
+    return -masked_sum(log_prob, labelled) / labelled.sum().clamp(min=1)
 
 
 def kd_loss(logits: Tensor, teacher_logits: Tensor, label: Tensor, ignore_index: int = -100) -> Tensor:
@@ -42,7 +42,7 @@ def kd_loss(logits: Tensor, teacher_logits: Tensor, label: Tensor, ignore_index:
     `logits` and `teacher_logits` (B, L, V), averaged where `label` (B, L) is not `ignore_index`; nothing is shifted. A
     scalar; 0 if every label is ignored. A token whose student logit is -inf contributes 0.
     """
-    kept = label != ignore_index
+    labelled = label != ignore_index
     log_prob = logits.log_softmax(-1)
     cross = (log_prob.masked_fill(log_prob == -torch.inf, 0.0) * teacher_logits.softmax(-1)).sum(-1)
-    return -masked_sum(cross, kept) / kept.sum().clamp(min=1)
+    return -masked_sum(cross, labelled) / labelled.sum().clamp(min=1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Compared(NamedTuple):
+class MismatchTerms(NamedTuple):
     """Metric key -> values; zero for tokens and sequences that are not compared."""
 
     tokens: dict[str, Tensor]
@@ -29,7 +29,7 @@ class Compared(NamedTuple):
     """Scalars."""
 
 
-def compared(trainer: Tensor, engine: Tensor, mask: Tensor) -> Compared:
+def compared(trainer: Tensor, engine: Tensor, mask: Tensor) -> MismatchTerms:
     """Log-probabilities of the same tokens, (B, L) each, where `mask` (B, L) is true."""
     log_ratio = zero_outside(trainer - engine, mask)
     token = bounded(log_ratio)
@@ -37,7 +37,7 @@ def compared(trainer: Tensor, engine: Tensor, mask: Tensor) -> Compared:
     any_token = mask.any(-1)
     surprise, engine_surprise = (-row_mean(log_prob, mask).squeeze(-1) for log_prob in (trainer, engine))
     gap = surprise - engine_surprise
-    return Compared(
+    return MismatchTerms(
         tokens={
             "mismatch/kl": token.expm1() - token,
             "mismatch/kl_k1": -log_ratio,
@@ -126,10 +126,10 @@ def rejection_metrics(
     }
 
 
-def rejected_metrics(kept: Tensor, mask: Tensor) -> Metrics:
+def rejected_metrics(remaining: Tensor, mask: Tensor) -> Metrics:
     """Metrics of all rejected tokens. The relative length shows whether bounds on sums reject long sequences first."""
-    refused, rows = mask & ~kept, mask.any(-1)
-    gone = rows & ~kept.any(-1)
+    refused, rows = mask & ~remaining, mask.any(-1)
+    gone = rows & ~remaining.any(-1)
     length = mask.sum(-1)
     return {
         "mismatch/rejected_tokens": _mean(refused[mask]),

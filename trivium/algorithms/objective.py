@@ -119,7 +119,7 @@ class PolicyObjective:
         losses, loss_metrics = self._token_losses(x, self.policy_loss, self.metadata)
 
         # Token weights: those of a single sequence, and the column that `select` computed over the mini-batch.
-        weights = [each.weights(x.detached()) for each in self.token_weights if not each.ahead]
+        weights = [weight.weights(x.detached()) for weight in self.token_weights if not weight.ahead]
         weights += [x.columns["token_weight"]] if "token_weight" in x.columns else []
         closed = {"train/gate_closed": _equals(_product(weights), 0)} if weights else {}
 
@@ -132,7 +132,7 @@ class PolicyObjective:
         if self.metadata.weighs:
             importance = []
         if self.metadata.per_sequence:  # single tokens cannot be weighted: all get the geometric mean of their row
-            importance = [row_mean(each.log(), x.response_mask).exp().expand_as(each) for each in importance]
+            importance = [row_mean(factor.log(), x.response_mask).exp().expand_as(factor) for factor in importance]
         if weights or importance:
             losses = losses * _product([*weights, *importance])
 
@@ -163,9 +163,9 @@ class PolicyObjective:
 
         observed: dict[str, Tensor] = {}
         if self.observation_coef:
-            seen = inputs.columns["observed"] != 0
-            surprise = -zero_outside(required(inputs.log_prob, "log_prob"), seen)
-            terms["observation"] = aggregated(surprise, seen, "seq-mean-token-mean", denominators.observed)
+            observation_mask = inputs.columns["observed"] != 0
+            surprise = -zero_outside(required(inputs.log_prob, "log_prob"), observation_mask)
+            terms["observation"] = aggregated(surprise, observation_mask, "seq-mean-token-mean", denominators.observed)
             loss = loss + self.observation_coef * terms["observation"]
             scale = denominators.tokens / max(denominators.observed_tokens, 1)  # the learner divides by trained tokens
             observed["train/observation_loss"] = surprise.detach().sum() * scale
@@ -210,8 +210,8 @@ class PolicyObjective:
         columns = set(self.metadata.needs)
         for term in (self.entropy, self.kl, self.distill):
             columns |= term.metadata.needs if term is not None else set()
-        for each in (*(weight.metadata for weight in self.token_weights), self.metadata.selection):
-            columns |= each.needs - SCORED_AHEAD - {"uniform", "group"} if each is not None else set()
+        for metadata in (*(weight.metadata for weight in self.token_weights), self.metadata.selection):
+            columns |= metadata.needs - SCORED_AHEAD - {"uniform", "group"} if metadata is not None else set()
         weighs_ahead = self.correction is not None and self.correction.weights != "none" and not self.correction.live
         added = {
             "rollout_is_weights": self.weighted or weighs_ahead,
@@ -246,8 +246,8 @@ class PolicyObjective:
             current = padded(batch.columns["log_prob"])
             batch = replace(batch, metrics=measured(batch, current))
             if self.correction is not None and self._corrects_ahead:
-                batch, kept = corrected(batch, current, self.correction)
-                batch = batch.masked(kept)
+                batch, masks = corrected(batch, current, self.correction)
+                batch = batch.masked(masks)
         if self.observation_coef:
             batch = batch.with_columns(observed=[e.observed for e in batch.experiences])
         ahead = [weight for weight in self.token_weights if weight.ahead]
@@ -287,8 +287,8 @@ def _with_own_candidates(x: PolicyInputs, metadata: PolicyLossMetadata) -> Polic
         return x
     first = x.columns[CANDIDATES[0]].shape[-2]
     needed = [name in metadata.needs for name in CANDIDATES]
-    own = x.candidate_log_prob[..., 0 if needed[0] else first : None if needed[1] else first]
-    return replace(x, candidate_log_prob=own if any(needed) else None)
+    candidates = x.candidate_log_prob[..., 0 if needed[0] else first : None if needed[1] else first]
+    return replace(x, candidate_log_prob=candidates if any(needed) else None)
 
 
 def aggregated(losses: Tensor, mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:

@@ -55,6 +55,7 @@ class Resampling(Config):
     def rows(self, batch: Batch, who: Members, seed: int) -> list[int]:
         """Returns the rows of the drawn trajectories, in the order of the batch. `seed` is the run's: the draws are a
         function of it and of the names of the batch's groups."""
+        # In reverse, so that the first row of a trajectory is the one that stays in the dictionary.
         first = {int(trajectory): row for row, trajectory in reversed([*enumerate(who.of_row)])}
         owners = [batch.experiences[first[trajectory]] for trajectory in range(len(who.score))]
         names = [(e.group_id, e.index, *filter(None, [e.participant])) for e in owners]
@@ -66,6 +67,7 @@ class Resampling(Config):
     def draws(self, score: npt.NDArray[np.float64], uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """Returns the trajectory of each draw: `score` (T,) holds rewards, `uniform` a number in [0, 1) per draw."""
         ends = np.cumsum(self._weights_of(score) + _FLOOR)
+        # A number just below 1 times the total may round to the total, whose position is one past the last.
         return np.minimum(np.searchsorted(ends, uniform * ends[-1:], side="right"), len(ends) - 1)
 
     def _weights_of(self, score: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

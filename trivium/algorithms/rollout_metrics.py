@@ -14,7 +14,7 @@ _MEASURED = {f"perf/{name}" for name in ("engine_s", "rollout_s", "reward_s")}
 """The metrics that Trivium itself measures of a rollout."""
 
 
-def describe(groups: Sequence[Group], kept: Sequence[Group], refused_by: Mapping[str, int]) -> Metrics:
+def describe(groups: Sequence[Group], trained_groups: Sequence[Group], refused_by: Mapping[str, int]) -> Metrics:
     """Metrics of all rollouts, refused groups included, because the trained groups alone would overstate the policy.
 
     `refused_by` counts the groups that each rule refused. Leaves out expert completions if the policy generated any
@@ -25,14 +25,14 @@ def describe(groups: Sequence[Group], kept: Sequence[Group], refused_by: Mapping
     members = [member for group in sampled for member in group.alive]
     return {
         "rollout/groups": len(groups),
-        "rollout/refused": len(groups) - len(kept),
+        "rollout/refused": len(groups) - len(trained_groups),
         **{f"rollout/refused/{rule}": count for rule, count in refused_by.items()},
         "rollout/total": sum(len(group.rollouts) for group in groups),
         "rollout/failed": failures.total(),
         **{f"rollout/failed/{side}": count for side, count in failures.items()},
-        "rollout/trajectories": sum(len(group.alive) for group in kept),
+        "rollout/trajectories": sum(len(group.alive) for group in trained_groups),
         **_about(members),
-        **_about_rewards(groups, kept),
+        **_about_rewards(groups, trained_groups),
     }
 
 
@@ -75,14 +75,14 @@ def _num_forks(member: Trajectory) -> int:
     return max(0, len(sequences_of(member.turns)) - 1)
 
 
-def _about_rewards(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:
+def _about_rewards(groups: Sequence[Group], trained_groups: Sequence[Group]) -> Metrics:
     """Metrics of rewards; empty if no trajectory has a reward, as with supervised data."""
     judged = [[member.reward for member in group.alive if member.rewards] for group in groups]
     rewards = [reward for group in judged for reward in group]
     if not rewards:
         return {}
     comparable = [group for group in judged if len(group) > 1]
-    trained = [member.reward for group in kept for member in group.alive if member.rewards]
+    trained = [member.reward for group in trained_groups for member in group.alive if member.rewards]
     greedy = [group.greedy.reward for group in groups if group.greedy is not None and group.greedy.failure is None]
     equal = {"reward/equal_groups": fmean(len(set(group)) == 1 for group in comparable)} if comparable else {}
     return {
@@ -102,9 +102,11 @@ def describe_tokens(batch: Batch) -> Metrics:
     metrics: Metrics = {}
     if not len(batch):
         return metrics
-    own = batch.flat("response_mask") & ~np.repeat(batch.experts, batch.lengths)
+    sampled = batch.flat("response_mask") & ~np.repeat(batch.experts, batch.lengths)
     for name, label in (("advantages", "advantage"), ("returns", "return"), ("values", "value")):
-        numbers = np.concatenate(batch.columns[name])[own].astype(np.float64) if name in batch.columns else own[:0]
+        numbers = (
+            np.concatenate(batch.columns[name])[sampled].astype(np.float64) if name in batch.columns else sampled[:0]
+        )
         if len(numbers):
             metrics[f"train/{label}_mean"] = float(numbers.mean())
             metrics[f"train/{label}_max"] = float(numbers.max())

@@ -107,8 +107,8 @@ def _role_means(roles: dict[str, Moments], x: ShapingInputs) -> Tensor:
     """The mean reward of each trajectory's participant, after adding this step's rewards to `roles`."""
     names = x.participants or ("",) * len(x.reward)
     for name in dict.fromkeys(names):
-        own = [float(reward) for reward, other in zip(x.reward, names, strict=True) if other == name]
-        roles.setdefault(name, Moments()).update(own)
+        rewards = [float(reward) for reward, other in zip(x.reward, names, strict=True) if other == name]
+        roles.setdefault(name, Moments()).update(rewards)
     return x.reward.new_tensor([roles[name].mean for name in names])
 
 

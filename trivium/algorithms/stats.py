@@ -20,8 +20,8 @@ _ROUNDING = 4 * 2**-23
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     """Sum where the mask is true. Shapes (B, L); NaN outside the mask does not leak."""
-    kept = torch.where(mask.bool(), values, torch.zeros_like(values))
-    return kept.sum() if axis is None else kept.sum(axis)
+    masked = torch.where(mask.bool(), values, torch.zeros_like(values))
+    return masked.sum() if axis is None else masked.sum(axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:

@@ -80,13 +80,13 @@ def top_entropy(
     number of tokens is kept, rounded down.
     """
     compared = x.response_mask & ~x.expert
-    given = given_entropy(x).masked_fill(~compared, -torch.inf)
-    candidates = given.flatten().unsqueeze(0) if per == "batch" else given
+    entropy = given_entropy(x).masked_fill(~compared, -torch.inf)
+    candidates = entropy.flatten().unsqueeze(0) if per == "batch" else entropy
     tokens = (candidates > -torch.inf).sum(-1, keepdim=True)
-    kept = 1 + (tokens - 1) * fraction if per == "batch" else tokens * fraction
-    last = kept.double().floor().long().clamp(min=1) - 1
+    num_kept = 1 + (tokens - 1) * fraction if per == "batch" else tokens * fraction
+    last = num_kept.double().floor().long().clamp(min=1) - 1
     lowest = candidates.sort(-1, descending=True).values.gather(-1, last)
-    return (x.response_mask & (x.expert | (given >= lowest))).to(given.dtype)
+    return (x.response_mask & (x.expert | (entropy >= lowest))).to(entropy.dtype)
 
 
 @gate(

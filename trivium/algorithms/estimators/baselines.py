@@ -98,12 +98,12 @@ def rec(
 ) -> Advantages:
     """Reward against the mean of the group's kept members; a dropped one gets 0. A group of one keeps its reward."""
     who = members(x)
-    kept = _balanced(who, _draw(x, who)) if drop == "balance" else torch.ones_like(who.score, dtype=torch.bool)
-    stats = group_statistics(who.score[kept], who.group[kept])
-    value = torch.where(stats.count == 1, who.score[kept], stats.centred)
+    compared = _balanced(who, _draw(x, who)) if drop == "balance" else torch.ones_like(who.score, dtype=torch.bool)
+    stats = group_statistics(who.score[compared], who.group[compared])
+    value = torch.where(stats.count == 1, who.score[compared], stats.centred)
     if norm_by_std:
         value = value / (population_std(stats) + epsilon)
-    return spread(torch.zeros_like(who.score).masked_scatter(kept, value), who.of_row, x)
+    return spread(torch.zeros_like(who.score).masked_scatter(compared, value), who.of_row, x)
 
 
 def _log_mean_exp(who: Members, tau: float) -> Tensor:

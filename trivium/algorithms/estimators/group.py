@@ -121,8 +121,8 @@ def gpg(
 ) -> Advantages:
     """Centred rewards, scaled up if few of the batch's rewards differ from 0."""
     who = members(x)
-    given = sum(x.components.values(), torch.zeros(())) if x.components else members(x.unpenalised()).score[who.of_row]
-    informative = int(torch.count_nonzero(per_member(given.double().expand(len(who.of_row)), who)))
+    reward = sum(x.components.values(), torch.zeros(())) if x.components else members(x.unpenalised()).score[who.of_row]
+    informative = int(torch.count_nonzero(per_member(reward.double().expand(len(who.of_row)), who)))
     scale = len(who.score) / max(informative, 1)
     return spread(scale * _centred(who.score, group_statistics(who.score, who.group)) / f_norm, who.of_row, x)
 

@@ -100,6 +100,7 @@ class _Turns(NamedTuple):
 def _turns(x: AdvantageInputs, who: Members) -> _Turns:
     number = x.columns["turn"]
     token = x.response_mask & (number >= 0)
+    # One integer for a trajectory and a turn, so that sorting it sorts by trajectory and then by turn.
     stride = int(number[token].max()) + 1 if token.any() else 1
     keys, of_token, _ = distinct((who.of_row.unsqueeze(-1) * stride + number)[token])
     paid, state = torch.zeros_like(keys, dtype=torch.float64), torch.full_like(keys, -1)
@@ -126,6 +127,7 @@ def _returns(turns: _Turns, score: Tensor, gamma: float) -> Tensor:
     for number in distinct(turns.number)[0].flip(0):
         here = turns.number == number
         who = turns.trajectory[here]
+        # A trajectory has at most one turn of each number, so no entry is written twice.
         running[who] = paid[here] + gamma * running[who]
         returns[here] = running[who]
     return returns

@@ -106,6 +106,7 @@ def _peers(place: Tensor, mask: Tensor, of_row: Tensor, group: Tensor) -> tuple[
 
     A trajectory is as long as its longest row.
     """
+    # The padding is for batches without a column, of which `amax` refuses to take a maximum.
     longest = torch.nn.functional.pad(torch.where(mask, place + 1, 0), (1, 0)).amax(-1)
     ids, _, _ = distinct(of_row)
     length = longest.new_zeros(len(ids)).scatter_reduce(0, of_row, longest, "amax")

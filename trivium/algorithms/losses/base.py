@@ -95,8 +95,8 @@ def check_per_token(values: object, like: Tensor, what: str) -> Tensor:
 def policy_inputs(log_prob: Tensor, response_mask: Tensor, **columns: Tensor) -> PolicyInputs:
     """Inputs for a direct call, (B, L) each. Zeroes values outside the mask; no token is an expert's."""
     mask = response_mask.bool()
-    given = {name: zero_outside(values, mask) for name, values in columns.items()}
-    return PolicyInputs(zero_outside(log_prob, mask), mask, given, torch.zeros_like(mask))
+    masked_columns = {name: zero_outside(values, mask) for name, values in columns.items()}
+    return PolicyInputs(zero_outside(log_prob, mask), mask, masked_columns, torch.zeros_like(mask))
 
 
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:

@@ -132,10 +132,10 @@ def compute_policy_loss(
             "give cliprange, or both of cliprange_low and cliprange_high, and a clip_ratio_c above 1",
         )
     x = policy_inputs(log_prob, response_mask, advantages=advantages, old_log_prob=old_log_prob)
-    done = ppo(x, clip_low=low, clip_high=high, dual_clip=clip_ratio_c)
+    per_token = ppo(x, clip_low=low, clip_high=high, dual_clip=clip_ratio_c)
     return (
-        agg_loss(done.loss, x.response_mask, loss_agg_mode),
-        masked_mean(done.metrics["train/clip_fraction"], x.response_mask),
+        agg_loss(per_token.loss, x.response_mask, loss_agg_mode),
+        masked_mean(per_token.metrics["train/clip_fraction"], x.response_mask),
         masked_mean(-x.log_ratio, x.response_mask),
-        masked_mean(done.metrics["train/clip_fraction_lower"], x.response_mask),
+        masked_mean(per_token.metrics["train/clip_fraction_lower"], x.response_mask),
     )

@@ -40,8 +40,8 @@ def fipo(
         change = change.masked_fill(change > log(dual_clip), 0.0)
     weight = discounted_future(change, 2 ** (-1 / half_life)).exp().clamp(1 - future_low, 1 + future_high)
     weighted = replace(x, columns={**x.columns, "advantages": x.advantages * weight})
-    done = ppo(weighted, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    return PerToken(done.loss, {**done.metrics, "train/score_weight": weight})
+    per_token = ppo(weighted, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    return PerToken(per_token.loss, {**per_token.metrics, "train/score_weight": weight})
 
 
 def discounted_future(values: Tensor, discount: float) -> Tensor:

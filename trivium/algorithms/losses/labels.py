@@ -35,6 +35,7 @@ def label_slopes(
     score = row_mean(x.log_ratio, x.response_mask).squeeze(-1).double()
     counts = x.response_mask.any(-1)
     positive = row_mean(x.advantages, x.response_mask).squeeze(-1) > 0
+    # The column repeats the row's number on every token.
     _, group, members = distinct(x.columns["group"].amax(-1))
     slopes = torch.zeros_like(score)
     for sign, side in ((-1.0, positive & counts), (1.0, ~positive & counts)):

@@ -60,8 +60,8 @@ def mix_chord(
 ) -> PerToken:
     """As `mix`, but the expert's share follows a schedule: imitate first, explore later."""
     mu = mu_schedule(x.step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
-    own = ppo(x, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    return _mixed(x, mu, own, sft_phi(x) if phi else sft(x))
+    reinforcement = ppo(x, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    return _mixed(x, mu, reinforcement, sft_phi(x) if phi else sft(x))
 
 
 def mu_schedule(step: int, warmup_steps: int, decay_steps: int, peak: float, valley: float) -> float:
@@ -73,10 +73,10 @@ def mu_schedule(step: int, warmup_steps: int, decay_steps: int, peak: float, val
     return valley + (peak - valley) / 2 * (1 + math.cos(math.pi * (step - warmup_steps) / decay_steps))
 
 
-def _mixed(x: PolicyInputs, mu: float, own: PerToken, imitation: PerToken) -> PerToken:
+def _mixed(x: PolicyInputs, mu: float, reinforcement: PerToken, imitation: PerToken) -> PerToken:
     """The weighted loss of each token: `imitation` on an expert's tokens, `own` on sampled ones. The metrics of `own`
     are 0 on an expert's tokens."""
-    metrics = {key: torch.where(x.expert, 0.0, values) for key, values in own.metrics.items()}
-    metrics["train/expert_fraction"] = x.expert.to(own.loss.dtype)
-    metrics["train/expert_share"] = torch.full_like(own.loss, mu)
-    return PerToken(torch.where(x.expert, mu * imitation.loss, (1 - mu) * own.loss), metrics)
+    metrics = {key: torch.where(x.expert, 0.0, values) for key, values in reinforcement.metrics.items()}
+    metrics["train/expert_fraction"] = x.expert.to(reinforcement.loss.dtype)
+    metrics["train/expert_share"] = torch.full_like(reinforcement.loss, mu)
+    return PerToken(torch.where(x.expert, mu * imitation.loss, (1 - mu) * reinforcement.loss), metrics)

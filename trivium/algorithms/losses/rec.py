@@ -98,9 +98,9 @@ def rec_regularized(
     clip_high: ClipHigh = 0.2,
 ) -> PerToken:
     """REINFORCE on completions of older policies, with a regularizer on every token that keeps the policy near them."""
-    done = rec(x, clip=clip, weight="none", clip_low=clip_low, clip_high=clip_high)
+    per_token = rec(x, clip=clip, weight="none", clip_low=clip_low, clip_high=clip_high)
     pull = -x.log_prob if regularizer == "forward_kl" else x.log_ratio.square()
-    return PerToken(done.loss + strength * pull, done.metrics)
+    return PerToken(per_token.loss + strength * pull, per_token.metrics)
 
 
 @policy_loss(

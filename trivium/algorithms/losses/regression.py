@@ -42,15 +42,15 @@ def _optimal_values(x: AdvantageInputs, beta: float) -> Tensor:
     rewards = x.reference_rewards
     if rewards is None:
         rewards = torch.full((len(x.group), 1), torch.nan, dtype=torch.float64)
-    known = ~rewards.isnan()
-    if not bool(known.any(-1).all()):
+    recorded = ~rewards.isnan()
+    if not bool(recorded.any(-1).all()):
         raise DataError(
             "the optimal value of each task",
             "a task has no column reference_rewards with the rewards of the reference policy's samples",
             "write the tasks with `trivium eval CONFIG --step 0 --tasks FILE`, and train on that file",
         )
-    scaled = (rewards / beta).masked_fill(~known, -torch.inf)
-    return beta * (torch.logsumexp(scaled, -1) - known.sum(-1).double().log())
+    scaled = (rewards / beta).masked_fill(~recorded, -torch.inf)
+    return beta * (torch.logsumexp(scaled, -1) - recorded.sum(-1).double().log())
 
 
 @policy_loss(

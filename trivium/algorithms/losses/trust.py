@@ -65,15 +65,15 @@ def dppo_kl(
     current, old = probabilities(x.log_prob), probabilities(x.old_log_prob)
     tiny = 1e-8  # with a probability of one, the other tokens have none
     kl = -old * x.log_ratio.detach() + (1 - old) * ((1 - old + tiny) / (1 - current + tiny)).log()
-    left = torch.where(x.advantages > 0, (current >= old) & (kl > kl_high), (current <= old) & (kl > kl_low))
-    return _truncated_score(x, left, max_ratio)
+    outside = torch.where(x.advantages > 0, (current >= old) & (kl > kl_high), (current <= old) & (kl > kl_low))
+    return _truncated_score(x, outside, max_ratio)
 
 
-def _truncated_score(x: PolicyInputs, left: Tensor, max_ratio: float) -> PerToken:
+def _truncated_score(x: PolicyInputs, outside: Tensor, max_ratio: float) -> PerToken:
     """The score function weighted with the truncated ratio; 0 for the tokens that left the trust region."""
     ratio = x.log_ratio.detach().exp()
-    loss = torch.where(left, 0.0, -x.advantages * ratio.clamp(max=max_ratio) * x.log_prob)
-    metrics = {"train/left_out": left, "train/clip_fraction": (ratio > max_ratio) & ~left}
+    loss = torch.where(outside, 0.0, -x.advantages * ratio.clamp(max=max_ratio) * x.log_prob)
+    metrics = {"train/left_out": outside, "train/clip_fraction": (ratio > max_ratio) & ~outside}
     return PerToken(loss, {key: value.to(loss.dtype) for key, value in metrics.items()})
 
 
@@ -97,9 +97,9 @@ def prime(
     `old_log_prob: rollout`, where one ratio covers both the stale weights and the engine's arithmetic.
     """
     rise = probabilities(x.log_prob) - probabilities(x.old_log_prob)
-    left = torch.where(x.advantages > 0, rise > threshold, -rise > threshold)
-    policy = torch.where(left, 0.0, -x.advantages * x.log_ratio.exp())
-    return PerToken(policy + drift_coef * x.log_ratio.square(), {"train/left_out": left.to(policy.dtype)})
+    outside = torch.where(x.advantages > 0, rise > threshold, -rise > threshold)
+    policy = torch.where(outside, 0.0, -x.advantages * x.log_ratio.exp())
+    return PerToken(policy + drift_coef * x.log_ratio.square(), {"train/left_out": outside.to(policy.dtype)})
 
 
 @policy_loss(
@@ -137,8 +137,8 @@ def heaviest(
     moment = torch.where(x.response_mask, x.log_ratio.double().square(), 0.0)
     candidates = x.response_mask & (x.advantages * x.log_ratio > 0) & (moment > m2)
     removed = torch.cat([moment.new_zeros(1), moment[candidates].sort(descending=True).values.cumsum(0)])
-    kept = int(x.response_mask.sum()) - torch.arange(len(removed), device=removed.device)
-    enough = ((moment.sum() - removed) / kept.clamp(min=1) <= m2).nonzero()
+    num_remaining = int(x.response_mask.sum()) - torch.arange(len(removed), device=removed.device)
+    enough = ((moment.sum() - removed) / num_remaining.clamp(min=1) <= m2).nonzero()
     count = int(enough[0]) if len(enough) else len(removed) - 1
     return first(candidates, count, -moment, x.columns["uniform"])
 

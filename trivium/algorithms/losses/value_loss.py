@@ -101,7 +101,7 @@ class SharedObjective:
 
     def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
         """This micro-batch's part of the step's loss, and the metrics of both objectives with each loss alone."""
-        policy, value = (each.loss(inputs, denominators) for each in (self.policy, self.value))
+        policy, value = (objective.loss(inputs, denominators) for objective in (self.policy, self.value))
         losses = {"train/loss/policy": policy.loss, "train/loss/value": value.loss}
         alone = {key: loss.detach() * denominators.tokens for key, loss in losses.items()}  # sums are divided by tokens
         return LossOutputs(

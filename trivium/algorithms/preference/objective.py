@@ -85,26 +85,27 @@ class PreferenceObjective:
         log_prob = required(inputs.log_prob, "log_prob")
         x = _pairs(log_prob, inputs.columns["ref_log_prob"], mask)
         if self.metadata.scope == "batch":
+            # 0 in value, with the gradient of the log-probabilities: `value` already holds the loss.
             step = zero_outside(log_prob, mask) - zero_outside(log_prob, mask).detach()
             value, gradient = (zero_outside(inputs.columns[name], mask) for name in ("pair_loss", "pair_gradient"))
             loss = (value + gradient * step).sum()
         else:
             loss = self._counted(x).sum()
         count = denominators.pairs if self.metadata.mean == "pair" else denominators.sequences
-        done = self.pair_loss(x)
+        per_pair = self.pair_loss(x)
         if self.metadata.mean == "completion" and denominators.sequences and not denominators.pairs:
-            sums = _completion_sums(done, x)
+            sums = _completion_sums(per_pair, x)
         else:
             sums = _preference_metrics(
-                done.chosen_rewards, done.rejected_rewards, x.has_chosen & x.has_rejected, denominators
+                per_pair.chosen_rewards, per_pair.rejected_rewards, x.has_chosen & x.has_rejected, denominators
             )
         return LossOutputs(loss / max(count, 1) * denominators.dp_size, sums)
 
     def derived(self, means: Metrics) -> Metrics:
         """For batches of single completions: the mean reward of each kind from its sum and its number."""
-        kept = {key: value for key, value in means.items() if key not in (*_SUMS, *_NUMBERS)}
+        other_means = {key: value for key, value in means.items() if key not in (*_SUMS, *_NUMBERS)}
         sides = zip(("train/preference_chosen", "train/preference_rejected"), _SUMS, _NUMBERS, strict=True)
-        return kept | {name: means[total] / means[number] for name, total, number in sides if means.get(number)}
+        return other_means | {name: means[total] / means[number] for name, total, number in sides if means.get(number)}
 
     def _counted(self, x: PairInputs) -> Tensor:
         """(P,): the loss of each pair; 0 for a comparison with a missing completion."""
@@ -170,9 +171,9 @@ def _by_pair(values: Tensor) -> tuple[Tensor, Tensor]:
     return values[0::2], values[1::2]
 
 
-def _completion_sums(done: PerPair, x: PairInputs) -> dict[str, Tensor]:
+def _completion_sums(per_pair: PerPair, x: PairInputs) -> dict[str, Tensor]:
     """Sum and number of the rewards of desirable and of undesirable completions."""
-    chosen, rejected = (done.chosen_rewards, x.has_chosen), (done.rejected_rewards, x.has_rejected)
+    chosen, rejected = (per_pair.chosen_rewards, x.has_chosen), (per_pair.rejected_rewards, x.has_rejected)
     sums = [torch.where(there, rewards, 0.0).sum() for rewards, there in (chosen, rejected)]
     numbers = [there.to(rewards.dtype).sum() for rewards, there in (chosen, rejected)]
     return dict(zip((*_SUMS, *_NUMBERS), (*sums, *numbers), strict=True))

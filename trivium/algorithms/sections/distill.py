@@ -56,5 +56,5 @@ class DistillConfig(UpdateConfig):
 def distillation(config: DistillConfig, seed: int) -> GroupAlgorithm:
     """Builds the algorithm of a distillation section."""
     algorithm = supervised(config, seed)
-    objectives = tuple(replace(each, taught=bool(config.teacher.context)) for each in algorithm.objectives)
+    objectives = tuple(replace(objective, taught=bool(config.teacher.context)) for objective in algorithm.objectives)
     return replace(algorithm, objectives=objectives, teacher=config.teacher.teacher())

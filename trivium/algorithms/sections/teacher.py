@@ -109,7 +109,7 @@ def teacher_problems(
         yield Problem(
             f"{where}.rate", f"a rate of {teacher.rate:g}", "nothing is averaged", f"set {where}.weights: average"
         )
-    needs_success = bool(teacher.context) and all("success" in fields_of(each) for each in teacher.context)
+    needs_success = bool(teacher.context) and all("success" in fields_of(template) for template in teacher.context)
     if needs_success and run.schedule.group_size == 1:
         yield Problem(
             f"{where}.context",

@@ -56,20 +56,21 @@ class TeacherPrompts:
         return replace(batch, experiences=rows).with_columns(taught=taught)
 
     def _with_prompt(self, e: Experience, group: Group) -> Experience:
-        member = next(each for each in group.trajectories if each.index == e.index)
+        member = next(trajectory for trajectory in group.trajectories if trajectory.index == e.index)
         *earlier, last = self._prompt(group.task)
-        shown = self.renderer.render([*earlier, last]).tokens
+        prompt_tokens = self.renderer.render([*earlier, last]).tokens
         first = member.turns[0].prompt_tokens if member.turns else e.tokens[: e.first]
-        if not np.array_equal(shown, first):
+        # The context replaces the prompt's last message, so the policy must have read the prompt that the task has.
+        if not np.array_equal(prompt_tokens, first):
             raise DataError(
                 f"the prompt of task {group.task.task_id!r}, which the teacher's context replaces",
-                f"the policy read {len(first)} tokens first, and the task's prompt is {len(shown)} others",
+                f"the policy read {len(first)} tokens first, and the task's prompt is {len(prompt_tokens)} others",
                 "use a workflow that shows the task's prompt as it is",
             )
-        if not np.array_equal(shown, e.tokens[: e.first]):  # a later turn rewrote the history
+        if not np.array_equal(prompt_tokens, e.tokens[: e.first]):  # a later turn rewrote the history
             return e
-        known, completion = dict(_known(group, member)), len(e) - e.first
-        for text in (_filled(template, known, group.task) for template in self.templates):
+        fields, completion = dict(_known(group, member)), len(e) - e.first
+        for text in (_filled(template, fields, group.task) for template in self.templates):
             if not text:
                 continue
             prompt = self.renderer.render([*earlier, replace(last, content=text)])
@@ -100,15 +101,15 @@ def _known(group: Group, member: Trajectory) -> Iterator[tuple[str, str]]:
     yield from ((name, text) for name, text in zip(FIELDS, (prompt, member.feedback, success), strict=True) if text)
 
 
-def _filled(template: str, known: Mapping[str, str], task: Task) -> str | None:
+def _filled(template: str, fields: Mapping[str, str], task: Task) -> str | None:
     """The text of a template; None if a field is empty for this rollout. Raises DataError for a field that no rollout
     of the task can have."""
     names = fields_of(template)
-    unknown = [name for name in names if name not in known and name not in (*FIELDS, *task.columns)]
+    unknown = [name for name in names if name not in fields and name not in (*FIELDS, *task.columns)]
     if unknown:
         raise DataError(
             f"the field {unknown[0]!r} of the teacher's context for task {task.task_id!r}",
             f"its columns are {sorted(task.columns)}",
             f"name one of these, or {', '.join(FIELDS)}",
         )
-    return template.format(**known) if all(name in known for name in names) else None
+    return template.format(**fields) if all(name in fields for name in names) else None
