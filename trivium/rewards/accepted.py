@@ -15,7 +15,7 @@ _DIGITS = 5000
 """Digits of the longest number that is written out. `1e999999999` is only text."""
 
 
-class Answer(NamedTuple):
+class AcceptedAnswer(NamedTuple):
     """One accepted answer."""
 
     text: str
@@ -32,7 +32,7 @@ def plain_number(text: str) -> str | None:
     return None if number is None or abs(number.adjusted()) > _DIGITS else _written(number)
 
 
-def accepted(answer: object, *, booleans: bool = False) -> list[Answer]:
+def accepted(answer: object, *, booleans: bool = False) -> list[AcceptedAnswer]:
     """The accepted answers in a column of a task or in a ground truth; `booleans`: true and false are texts.
 
     Raises DataError for null, an empty or a nested list, and any other value.
@@ -40,23 +40,28 @@ def accepted(answer: object, *, booleans: bool = False) -> list[Answer]:
     tolist = getattr(answer, "tolist", None)  # Parquet tables hold numpy arrays
     value = answer if tolist is None else tolist()
     values = value if isinstance(value, list | tuple) and value else [value]
-    answers: list[Answer] = []
-    for each in values:
-        if isinstance(each, str):
-            answers.append(Answer(each))
-        elif isinstance(each, bool) and booleans:
-            answers += [Answer(str(each)), Answer(str(each).lower())]
-        elif isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each):
-            answers.append(Answer(_written(Decimal(each) if isinstance(each, int) else Decimal(repr(each))), True))
+    answers: list[AcceptedAnswer] = []
+    for entry in values:
+        if isinstance(entry, str):
+            answers.append(AcceptedAnswer(entry))
+        elif isinstance(entry, bool) and booleans:
+            answers += [AcceptedAnswer(str(entry)), AcceptedAnswer(str(entry).lower())]
+        elif isinstance(entry, int | float) and not isinstance(entry, bool) and math.isfinite(entry):
+            # By `repr`: the decimal of the float 0.1 itself has 55 digits.
+            answers.append(
+                AcceptedAnswer(_written(Decimal(entry) if isinstance(entry, int) else Decimal(repr(entry))), True)
+            )
         else:
             do = "give text, a number, or a list of these of which any is right, and leave out rows without an answer"
             raise DataError("an answer that a completion can be compared with", described(answer), do)
     return answers
 
 
-def matches(text: str, answers: Iterable[Answer], normal: Callable[[str], str] = str) -> bool:
+def matches(text: str, answers: Iterable[AcceptedAnswer], normal: Callable[[str], str] = str) -> bool:
     """Whether a text in normal form is one of these answers, by its normal form or as a number."""
-    return any(text == normal(each.text) or (each.is_number and plain_number(text) == each.text) for each in answers)
+    return any(
+        text == normal(answer.text) or (answer.is_number and plain_number(text) == answer.text) for answer in answers
+    )
 
 
 def _written(number: Decimal) -> str:

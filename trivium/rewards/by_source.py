@@ -14,7 +14,7 @@ from pydantic import Field
 from trivium.config import RewardConfig
 from trivium.foundation.errors import DataError
 from trivium.processes.isolated import Isolated, require
-from trivium.rewards.accepted import Answer, accepted, plain_number
+from trivium.rewards.accepted import AcceptedAnswer, accepted, plain_number
 from trivium.rewards.functions import GSM8K_TAIL, gsm8k_answers, gsm8k_form, gsm8k_score, last_tag, with_opened
 from trivium.rewards.graders.mathematics import last_boxed, math_boxed, math_dapo, math_form, same_math, stated_answer
 from trivium.rewards.graders.programs import program_score, read_tests
@@ -38,6 +38,7 @@ class GraderLimits:
         return _sandbox(self)
 
 
+# A sandbox runs a program when it is built, to see that this machine can confine one.
 @functools.lru_cache(maxsize=8)
 def _sandbox(limits: GraderLimits) -> Sandbox:
     return Sandbox(Limits(limits.cpu_s, 3.0 * limits.cpu_s, limits.memory_mb << 20), limits.without)
@@ -115,7 +116,7 @@ def _final(text: str) -> str:
 
 def _math_verify(text: str, truth: object, limits: GraderLimits) -> float:
     require("math_verify", "math-verify", "math", "score mathematics written in another form")
-    return max(_verifier(limits.cpu_s)(completion=text, answer=each.text) for each in accepted(truth))
+    return max(_verifier(limits.cpu_s)(completion=text, answer=answer.text) for answer in accepted(truth))
 
 
 @functools.cache
@@ -129,8 +130,10 @@ _ACCURACY, _FORMAT = 0.9, 0.1
 def _geometry(text: str, truth: object, limits: GraderLimits) -> float:
     """0.9 for the boxed answer, 0.1 for `<think>` tags before it."""
     boxed = last_boxed(text)
-    right = boxed is not None and (same_math(boxed, truth) or _math_verify(f"\\boxed{{{boxed}}}", truth, limits) == 1)
-    return _ACCURACY * right + _FORMAT * _thought(text)
+    is_correct = boxed is not None and (
+        same_math(boxed, truth) or _math_verify(f"\\boxed{{{boxed}}}", truth, limits) == 1
+    )
+    return _ACCURACY * is_correct + _FORMAT * _thought(text)
 
 
 def _thought(text: str) -> bool:
@@ -150,10 +153,15 @@ def _exact_answer(text: str, truth: object, limits: GraderLimits) -> float:
     if answered is None:
         return 0.0
     number, words = plain_number(answered), _words(answered)
-    return float(any(number == each.text if each.is_number else words == _words(each.text) for each in answers))
+    return float(
+        any(
+            number == accepted_answer.text if accepted_answer.is_number else words == _words(accepted_answer.text)
+            for accepted_answer in answers
+        )
+    )
 
 
-def _targets(truth: object) -> list[Answer]:
+def _targets(truth: object) -> list[AcceptedAnswer]:
     """The accepted answers of a ground truth. Raises DataError."""
     return accepted(truth.get("target") if isinstance(truth, Mapping) else truth)
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from trivium.config import RewardConfig
 from trivium.foundation.errors import DataError, described
 from trivium.processes.isolated import Isolated, require
-from trivium.rewards.accepted import Answer, accepted, matches, plain_number
+from trivium.rewards.accepted import AcceptedAnswer, accepted, matches, plain_number
 
 
 def _compiles(pattern: str) -> str:
@@ -49,9 +49,9 @@ class Exact:
 
     def __call__(self, prompt: str, completion: str, answer: object) -> float:
         text, best = self._normal(completion), 0.0
-        for each in accepted(answer, booleans=True):
-            expected = self._normal(each.text)
-            if text == expected or (each.is_number and plain_number(text) == each.text):
+        for accepted_answer in accepted(answer, booleans=True):
+            expected = self._normal(accepted_answer.text)
+            if text == expected or (accepted_answer.is_number and plain_number(text) == accepted_answer.text):
                 return 1.0
             same = sum(a == b for a, b in zip(text, expected, strict=False)) if self.config.partial_credit else 0
             best = max(best, self.config.partial_credit * same / max(len(text), len(expected)))
@@ -60,7 +60,7 @@ class Exact:
     def normal_form(self, completion: str, columns: Mapping[str, Any]) -> str:
         """The completion as it is compared."""
         text = self._normal(completion)
-        numbers = any(each.is_number for each in accepted(columns["answer"], booleans=True))
+        numbers = any(accepted_answer.is_number for accepted_answer in accepted(columns["answer"], booleans=True))
         return (plain_number(text) if numbers else None) or text
 
     def _normal(self, text: str) -> str:
@@ -137,7 +137,7 @@ def gsm8k_answer(
     numbers = re.findall(
         rf"#### ({_NUMBER})" if method == "strict" else _NUMBER, text if tail is None else text[-tail:]
     )
-    number = next((each for each in reversed(numbers) if any(map(str.isdigit, each))), None)
+    number = next((number_text for number_text in reversed(numbers) if any(map(str.isdigit, number_text))), None)
     return None if number is None else _plain_number(number)
 
 
@@ -155,10 +155,10 @@ def gsm8k_score(
     return 1.0 if matches(number, answers, _final_number) else format_score
 
 
-def gsm8k_answers(answer: object) -> list[Answer]:
+def gsm8k_answers(answer: object) -> list[AcceptedAnswer]:
     """The accepted answers. Raises DataError if no completion could end with one of them as its number."""
     answers = accepted(answer)
-    forms = [_final_number(each.text) for each in answers]
+    forms = [_final_number(accepted_answer.text) for accepted_answer in answers]
     if not any(gsm8k_form(f"#### {form}", "strict", None) == form for form in forms):
         do = "write a number, or a solution that ends in `#### n`, and leave out rows without one"
         raise DataError("an answer that is a number", described(answer), do)
@@ -223,7 +223,9 @@ class MathVerify:
         self._form = Isolated("trivium.rewards.graders.packages:math_form", config.cpu_limit_s)
 
     def __call__(self, prompt: str, completion: str, answer: object) -> float:
-        return max(self._score(completion=completion, answer=each.text) for each in accepted(answer))
+        return max(
+            self._score(completion=completion, answer=accepted_answer.text) for accepted_answer in accepted(answer)
+        )
 
     check_columns = staticmethod(lambda columns: accepted(columns.get("answer")))
 

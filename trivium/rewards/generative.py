@@ -251,8 +251,8 @@ def _outermost(key: str, value: object) -> list[object]:
     """The values of a key in the outermost objects that have it: those of one level."""
     level: list[Any] = [value]
     while level:
-        objects = [each for each in level if isinstance(each, dict)]
-        if values := [each[key] for each in objects if key in each]:
+        objects = [part for part in level if isinstance(part, dict)]
+        if values := [entry[key] for entry in objects if key in entry]:
             return values
         level = [part for each in level if isinstance(each, list) for part in each]
         level += [part for each in objects for part in each.values()]

@@ -33,7 +33,7 @@ from trivium.foundation.registry import resolve
 from trivium.policy import finite_number
 from trivium.processes.isolated import isolated_reward
 from trivium.processes.user_calls import UserCall
-from trivium.rewards.recipe import Part, parts_of
+from trivium.rewards.recipe import WeightedReward, parts_of
 from trivium.types import IntArray, Task, Trajectory
 
 _THREADS = 32
@@ -64,7 +64,7 @@ Scores = dict[str, float] | RewardError
 class _Component:
     """One reward and the parameters of its signature."""
 
-    part: Part
+    part: WeightedReward
     label: str
     call: UserCall
     required: frozenset[str]
@@ -108,14 +108,14 @@ class _Component:
         if missing := self.missing(task.columns):
             return _missing_columns([(self.label, missing)], task.columns)
         completion = completion if self.takes_end else {n: text for n, text in completion.items() if n != _END}
-        given: dict[str, Any] = {**completion, **({"prompt": _prompt(task)} if self.takes_prompt else {})}
+        arguments: dict[str, Any] = {**completion, **({"prompt": _prompt(task)} if self.takes_prompt else {})}
         if self.takes_messages:
-            given[_MESSAGES] = [message.entry() for message in task.prompt]
+            arguments[_MESSAGES] = [message.entry() for message in task.prompt]
         if self.takes_media:
-            given[_MEDIA] = [media for message in task.prompt for media in message.media]
+            arguments[_MEDIA] = [media for message in task.prompt for media in message.media]
         wanted = task.columns.keys() if self.takes_all else self.required | self.optional
-        columns = {name: task.columns[name] for name in wanted if name in task.columns and name not in given}
-        return await self.call(**given, **columns)
+        columns = {name: task.columns[name] for name in wanted if name in task.columns and name not in arguments}
+        return await self.call(**arguments, **columns)
 
     def weighted(self, task: Task, result: object) -> float | RewardError:
         """The result times the weight, or a RewardError if that is not a finite number."""
@@ -140,8 +140,8 @@ class _Component:
             result = result.tolist()
         if isinstance(result, Sequence) and not isinstance(result, str | bytes) and len(result) == count:
             return result
-        shown = f"{len(result)} of them" if isinstance(result, Sequence) else described(result)
-        return self.error(task, f"{shown} for {count} completions", "one number per completion")
+        received = f"{len(result)} of them" if isinstance(result, Sequence) else described(result)
+        return self.error(task, f"{received} for {count} completions", "one number per completion")
 
     def raised(self, task: Task, cause: Exception) -> RewardError:
         error = self.error(task, f"{type(cause).__name__}: {text_of(cause)}")
@@ -204,14 +204,16 @@ class Judge:
 
     def unfit(self, columns: Mapping[str, Any]) -> str:
         """In words, what the rewards of a task cannot compare in its columns; empty if nothing."""
-        return next((text for each in _called(self._components, columns) if (text := each.unfit(columns))), "")
+        return next(
+            (text for component in _called(self._components, columns) if (text := component.unfit(columns))), ""
+        )
 
     def answer(self, task: Task, completion: str) -> object:
         """What the completion answers: equal for equal answers, by the rewards that compare answers (`normal_form`).
         The whole text, if there are none."""
         try:
             called = _called(self._components, task.columns)
-            forms = [each.form(completion, task.columns) for each in called if each.form is not None]
+            forms = [component.form(completion, task.columns) for component in called if component.form is not None]
         except TriviumError:  # the reward cannot read this completion or the task either
             forms = []
         return tuple(forms) or completion.strip()
@@ -230,11 +232,11 @@ class Judge:
             called = _called(self._components, task.columns)
         except RewardError as error:
             return error
-        own = [component for component in called if not component.compares]
-        given = {"completion": trajectory.completion, _END: self._prompt_end(own, task, trajectory)}
-        results = await _outcomes(own, task, given)
+        components = [component for component in called if not component.compares]
+        completion = {"completion": trajectory.completion, _END: self._prompt_end(components, task, trajectory)}
+        results = await _outcomes(components, task, completion)
         scores: dict[str, float] = {}
-        for component, result in zip(own, results, strict=True):
+        for component, result in zip(components, results, strict=True):
             score = component.weighted(task, result)
             if isinstance(score, RewardError):
                 return score
@@ -249,15 +251,19 @@ class Judge:
         results = await _outcomes(comparing, task, {"completions": completions, _END: ends})
         scores: list[Scores] = [{} for _ in trajectories]
         for component, result in zip(comparing, results, strict=True):
-            given = component.one_each(task, result, len(trajectories))
-            for i, known in enumerate(scores):
-                score = given if isinstance(given, RewardError) else component.weighted(task, given[i])
-                if isinstance(known, RewardError):
+            results_by_member = component.one_each(task, result, len(trajectories))
+            for i, member_scores in enumerate(scores):
+                score = (
+                    results_by_member
+                    if isinstance(results_by_member, RewardError)
+                    else component.weighted(task, results_by_member[i])
+                )
+                if isinstance(member_scores, RewardError):
                     continue
                 if isinstance(score, RewardError):
                     scores[i] = score
                 else:
-                    known[component.label] = score
+                    member_scores[component.label] = score
         return scores
 
     def _prompt_end(self, components: Sequence[_Component], task: Task, trajectory: Trajectory) -> str:
@@ -280,8 +286,10 @@ async def _outcomes(
 ) -> list[Any]:
     """The result of each reward, or the exception it ended with. Plain rewards run one after the other, then `async`
     ones concurrently."""
-    outcomes = [None if each.call.is_async else await each.outcome(task, completion) for each in components]
-    if waiting := [place for place, each in enumerate(components) if each.call.is_async]:
+    outcomes = [
+        None if component.call.is_async else await component.outcome(task, completion) for component in components
+    ]
+    if waiting := [place for place, component in enumerate(components) if component.call.is_async]:
         results = await asyncio.gather(*(components[place].outcome(task, completion) for place in waiting))
         for place, result in zip(waiting, results, strict=True):
             outcomes[place] = result
@@ -301,7 +309,7 @@ def make_judge(configs: Sequence[RewardConfig], deadline_s: float = 3600.0, deco
     return Judge(components, decode)
 
 
-def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
+def _component(part: WeightedReward, threads: Threads, deadline_s: float) -> _Component:
     """Builds a reward and reads its signature. Raises ConfigError if the signature is not that of a reward."""
     config = part.reward
     function, parameters = _callable(config, deadline_s)
@@ -322,7 +330,7 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
     target = resolve("rewards", config.kind)
     check = inspect.getattr_static(target, "check_columns", None)
     # A reward with workers is built here as well when its normal form is first needed.
-    made: Any = lru_cache(1)(lambda: build("rewards", config) if config.workers else function)
+    in_process: Any = lru_cache(1)(lambda: build("rewards", config) if config.workers else function)
     return _Component(
         part,
         config.label,
@@ -337,7 +345,7 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
         takes_end=_END in by_name,
         compares="completions" in judged,
         check=check.__func__ if isinstance(check, staticmethod) else None,
-        form=(lambda *given: made().normal_form(*given)) if hasattr(target, "normal_form") else None,
+        form=(lambda *args: in_process().normal_form(*args)) if hasattr(target, "normal_form") else None,
     )
 
 

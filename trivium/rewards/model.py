@@ -182,8 +182,10 @@ def _with_media(messages: Sequence[Mapping[str, str]], media: Sequence[Media]) -
         raise DataError(
             f"a conversation with {len(media)} images", f"its text marks {sum(marked)}", f"mark each with {IMAGE}"
         )
-    left = iter(media)
-    return [Message.of(message, tuple(islice(left, number))) for message, number in zip(messages, marked, strict=True)]
+    remaining = iter(media)
+    return [
+        Message.of(message, tuple(islice(remaining, number))) for message, number in zip(messages, marked, strict=True)
+    ]
 
 
 def _device(config: ModelReward.Config) -> str:

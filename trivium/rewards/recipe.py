@@ -77,17 +77,17 @@ class Recipe:
             """The weight of each component for a task with these columns. Raises RewardError for a label without
             weights."""
             label = columns.get(self.column)
-            known = None if label is None else self.labels.get(str(label))
-            known = self.labels[self.default] if known is None and self.default is not None else known
-            if known is None:
+            weights = None if label is None else self.labels.get(str(label))
+            weights = self.labels[self.default] if weights is None and self.default is not None else weights
+            if weights is None:
                 found = f"no column {self.column!r}" if label is None else f"the label {label!r} in {self.column!r}"
                 found += f"; the recipe has {', '.join(self.labels)}"
                 raise RewardError("a label of the recipe", found, "add it there, correct the column, or set `default`")
-            return known
+            return weights
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightedReward:
     """One reward, and the recipe that it belongs to, if any."""
 
     reward: RewardConfig
@@ -102,14 +102,14 @@ class Part:
         return weight * self.recipe.weight if weight else None
 
 
-def parts_of(rewards: Iterable[RewardConfig]) -> list[Part]:
+def parts_of(rewards: Iterable[RewardConfig]) -> list[WeightedReward]:
     """The rewards of a config, with each recipe replaced by its components."""
-    parts: list[Part] = []
+    parts: list[WeightedReward] = []
     for reward in rewards:
         if isinstance(reward, Recipe.Config):
-            parts += [Part(component, reward) for component in reward.components]
+            parts += [WeightedReward(component, reward) for component in reward.components]
         else:
-            parts.append(Part(reward))
+            parts.append(WeightedReward(reward))
     return parts
 
 

@@ -66,7 +66,7 @@ async def _trial(judge: Judge, tasks: Sequence[Task], group_size: int) -> Trial:
             for members in [[*islice(cycle(texts), group_size)]] if judge.comparing else [[text] for text in texts]:
                 error = await _error(judge, task, members)
                 if error is None:
-                    return next(((each, False) for each in failures if each.__cause__ is None), None)
+                    return next(((failure, False) for failure in failures if failure.__cause__ is None), None)
                 failures.append(error)
                 if isinstance(error.__cause__, OSError):  # a service or a file, which may return
                     return error, False
@@ -95,6 +95,6 @@ async def _error(judge: Judge, task: Task, texts: Sequence[str]) -> RewardError 
 def _plausible(task: Task) -> Iterator[str]:
     """The texts of a task's columns, in forms that rewards read."""
     columns = [task.columns[name] for name in sorted(task.columns, key=lambda name: name not in _ANSWERS)]
-    values = (v for each in columns for v in (each.values() if isinstance(each, Mapping) else [each]))
+    values = (v for column in columns for v in (column.values() if isinstance(column, Mapping) else [column]))
     for value in islice((value for value in values if isinstance(value, str | int | float)), 3):
         yield from (form.replace("ANSWER", str(value)) for form in _FORMS)

@@ -103,10 +103,10 @@ def test_a_program_reads_computes_and_prints(sandbox: Sandbox) -> None:
 
 def test_a_value_and_statements_are_asked_for_afterwards(sandbox: Sandbox) -> None:
     code = "def twice(x):\n    return [x, x]"
-    assert sandbox.run(code, check=Check("twice(_x)", names={"_x": "a"})).given == "['a', 'a']"
-    assert sandbox.run(code, check=Check("True", "assert twice(1) == [1, 1]")).given == "True"
-    assert sandbox.run(code, check=Check("True", "assert twice(1) == 2")).given is None
-    assert sandbox.run(code + "\nimport sys; sys.exit(0)", check=Check("1")).given is None
+    assert sandbox.run(code, check=Check("twice(_x)", names={"_x": "a"})).answer == "['a', 'a']"
+    assert sandbox.run(code, check=Check("True", "assert twice(1) == [1, 1]")).answer == "True"
+    assert sandbox.run(code, check=Check("True", "assert twice(1) == 2")).answer is None
+    assert sandbox.run(code + "\nimport sys; sys.exit(0)", check=Check("1")).answer is None
 
 
 def test_programs_may_do_what_programs_do(sandbox: Sandbox) -> None:
@@ -261,7 +261,7 @@ def test_the_start_of_the_interpreter_is_no_time_of_the_run(tmp_path: Path, monk
     ran = patient.run("print(2)")
     assert (ran.end, ran.stdout) == ("done", "2\n")
     assert ran.wall_s < 1.2
-    assert patient.judge("def f():\n    return 2", "assert f() == 2").given == "True"
+    assert patient.judge("def f():\n    return 2", "assert f() == 2").answer == "True"
 
 
 def test_a_write_outside(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ for number in range(3, 1024):
 os._exit(0)
 """
     ran = sandbox.run(code, check=Check("6 * 7"))
-    assert (ran.end, ran.given) == ("done", written.decode(errors="replace") or None)
+    assert (ran.end, ran.answer) == ("done", written.decode(errors="replace") or None)
 
 
 def test_a_folder_that_was_closed_is_removed_all_the_same(sandbox: Sandbox) -> None:

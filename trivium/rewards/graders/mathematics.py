@@ -59,8 +59,8 @@ def math_dapo(text: str, answer: object, *, strict_box: bool = False) -> dict[st
     `strict_box` reads the last box alone and compares it as it is written; `pred` is None without a box.
     """
     pred = last_boxed(text[-_BOX_TAIL:]) if strict_box else _minerva(_answer_line(text[-_ANSWER_TAIL:]))
-    right = pred not in (None, NO_ANSWER) and matches(pred, accepted(answer), str if strict_box else _minerva)
-    return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+    is_correct = pred not in (None, NO_ANSWER) and matches(pred, accepted(answer), str if strict_box else _minerva)
+    return {"score": 1.0 if is_correct else -1.0, "acc": is_correct, "pred": pred}
 
 
 def _answer_line(text: str) -> str:
@@ -88,9 +88,9 @@ def math_form(text: str) -> str:
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
         text = "0" + text
-    left, equals, right = text.partition("=")
-    if equals and "=" not in right and len(left) <= 2:  # x = 5
-        text = right
+    variable, equals, value = text.partition("=")
+    if equals and "=" not in value and len(variable) <= 2:  # x = 5
+        text = value
     text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
     text = re.sub(r"\\frac([^{])(.)", _braced, text)
     if text == "0.5":
@@ -105,6 +105,7 @@ def _braced(short: re.Match[str]) -> str:
 
 # --------------------------------------------------------------------------- Minerva
 
+# As published, odd words included: with another list, scores would differ from those of other trainers.
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),

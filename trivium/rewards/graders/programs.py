@@ -51,15 +51,15 @@ def program_score(completion: str, tests: object, sandbox: Sandbox) -> float:
     Raises DataError for anything else.
     """
     code = program_of(completion)
-    known = read_tests(tests)[:MAX_TESTS]
-    left, passed = _WALLS * sandbox.limits.wall_s, 0
-    for test in known:
-        if left <= 0:
+    selected = read_tests(tests)[:MAX_TESTS]
+    remaining_s, passed = _WALLS * sandbox.limits.wall_s, 0
+    for test in selected:
+        if remaining_s <= 0:
             break
         ran = test.run(code, sandbox)
-        left -= ran.wall_s
+        remaining_s -= ran.wall_s
         passed += ran.end == "done" and _passed(test, ran)
-    return passed / len(known)
+    return passed / len(selected)
 
 
 def _passed(test: Test, ran: Ran) -> bool:
@@ -82,8 +82,8 @@ def read_tests(tests: object) -> list[Test]:
     with long_integers():
         parsed, reason = _parsed(tests), ""
         try:
-            if known := _tests_in(parsed):
-                return known
+            if program_tests := _tests_in(parsed):
+                return program_tests
         except DataError:
             raise
         except (TypeError, ValueError, RecursionError) as error:  # an input that is no list, or no JSON
@@ -122,18 +122,18 @@ def _parsed(tests: object) -> object:
 # --------------------------------------------------------------------------- kinds of tests
 
 
-def _script_test(given: str | Iterable[object], wanted: str | Iterable[object]) -> Test:
+def _script_test(inputs: str | Iterable[object], wanted: str | Iterable[object]) -> Test:
     """A script that reads its standard input and prints."""
 
     text = _lines(wanted)
-    return Test(_lines(given), None, lambda ran: _same_text(ran.stdout, text))
+    return Test(_lines(inputs), None, lambda ran: _same_text(ran.stdout, text))
 
 
-def _function_test(name: str, given: str | Iterable[object], wanted: object) -> Test:
+def _function_test(name: str, inputs: str | Iterable[object], wanted: object) -> Test:
     """A function, or a method of `Solution`; its arguments are lines of JSON or values."""
     if not name.isidentifier():
         raise DataError("`fn_name`, the name of a function", repr(name), "fix the ground truth")
-    arguments = [json.loads(line) for line in given.split("\n")] if isinstance(given, str) else _plain(list(given))
+    arguments = [json.loads(line) for line in inputs.split("\n")] if isinstance(inputs, str) else _plain(list(inputs))
     wanted = _plain(json.loads(wanted) if isinstance(wanted, str) else wanted)
     call = f"(Solution().{name} if 'Solution' in globals() else {name})(*_arguments)"
 
@@ -160,7 +160,7 @@ def _assert_test(statement: str) -> Test:
             if literal is not None and (_is_call(left) or not isinstance(literal[0], bool)):
                 check = Check(ast.unparse(left), "\n".join(map(ast.unparse, before)))
                 return Test("", check, lambda ran: _value(ran, literal[0]) == literal[0])
-    return Test("", None, lambda ran: ran.given == "True", statement)
+    return Test("", None, lambda ran: ran.answer == "True", statement)
 
 
 def _is_call(expression: ast.expr) -> bool:
@@ -183,14 +183,14 @@ class _Nothing:
 
 def _value(ran: Ran, wanted: object) -> object:
     """The program's result. Returns `_Nothing` if there is none, or if its text is no literal."""
-    if ran.given is None:
+    if ran.answer is None:
         return _Nothing
     written = repr(wanted)
-    if ran.given == written:
+    if ran.answer == written:
         return wanted
-    if len(ran.given) > 4 * len(written) + 1000:
+    if len(ran.answer) > 4 * len(written) + 1000:
         return _Nothing  # too long to be right, and too long to parse
-    literal = _literal(ran.given)
+    literal = _literal(ran.answer)
     return _Nothing if literal is None else literal[0]
 
 
@@ -206,7 +206,7 @@ def _same(value: object, wanted: object) -> bool:
     if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
         return len(value) == len(wanted) and all(map(_same, value, wanted))
     if isinstance(value, dict) and isinstance(wanted, dict):
-        ours, theirs = ({str(k): v for k, v in each.items()} for each in (value, wanted))
+        ours, theirs = ({str(k): v for k, v in result.items()} for result in (value, wanted))
         return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
     if isinstance(value, int | float) and isinstance(wanted, int | float) and float in (type(value), type(wanted)):
         return _close(value, wanted)
@@ -245,4 +245,4 @@ def _plain(value: object) -> object:
     tolist = getattr(value, "tolist", None)
     if tolist is not None:
         value = tolist()
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_plain(element) for element in value] if isinstance(value, list | tuple) else value

@@ -81,7 +81,7 @@ class End:
         try:
             args, options = map(self._unpack, request[1:])
             result = self._function(request[0])(*args, **options)
-            changed = [self._pack(each) if isinstance(each, list | dict | set) else None for each in args]
+            changed = [self._pack(argument) if isinstance(argument, list | dict | set) else None for argument in args]
             self._send({"result": self._pack(result), "changed": changed})
         except BaseException as error:
             self._send({"error": type(error).__name__, "message": str(error)[:1000]})
@@ -114,10 +114,10 @@ class End:
         if isinstance(value, Remote):
             return {"yours": value._number}
         if isinstance(value, dict):
-            return {"dict": [[self._pack(key), self._pack(each)] for key, each in value.items()]}
+            return {"dict": [[self._pack(key), self._pack(content)] for key, content in value.items()]}
         for name, kind in _COLLECTIONS.items():
             if isinstance(value, kind):  # pyright: ignore[reportArgumentType]
-                return {name: [self._pack(each) for each in value]}
+                return {name: [self._pack(element) for element in value]}
         if isinstance(value, bytes):
             return {"bytes": value.hex()}
         if isinstance(value, complex | Fraction | Decimal):
@@ -218,13 +218,15 @@ def holds(statement: str, descriptor: int) -> bool:
     """
     end, tree = End(descriptor, False), ast.parse(statement)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    own = {name: value for name in names for value in _own(name, tree)}
+    builtin_values = {name: value for name in names for value in _own(name, tree)}
     defined = Remote(end, 0)
     programs = {name for name in sorted(names) if end.call("contains", defined, name) is True}
     code = compile(tree, "assert", "exec")
     # First a name that both define is Python's, then it is the program's.
-    for taken in (programs - own.keys(), programs) if programs & own.keys() else (programs,):
-        exec(code, own | {name: end.call("getitem", defined, name) for name in sorted(taken)})
+    for from_program in (
+        (programs - builtin_values.keys(), programs) if programs & builtin_values.keys() else (programs,)
+    ):
+        exec(code, builtin_values | {name: end.call("getitem", defined, name) for name in sorted(from_program)})
     return True
 
 

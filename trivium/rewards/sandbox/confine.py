@@ -1,6 +1,6 @@
 """The child process of the sandbox: gives up every right that it has, then runs untrusted code.
 
-python -s -P -S -B confine.py CHANNEL GIVEN      two descriptors: the parent's socket, a file for the check's value
+python -s -P -S -B confine.py CHANNEL ANSWER      two descriptors: the parent's socket, a file for the check's value
 
 This file runs by itself with nothing but the standard library. It reads its order from the channel, reports
 `{"missing": {limit: why}}` there, both in the frames of `isolated/child.py`, and closes the channel before the code
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    channel, given = int(sys.argv[1]), int(sys.argv[2])
+    channel, answer = int(sys.argv[1]), int(sys.argv[2])
     with os.fdopen(channel, "rb", closefd=False) as requests:
         order = json.loads(requests.read(int.from_bytes(requests.read(8), "big")))
     missing = confine(order)
@@ -51,14 +51,14 @@ def main() -> None:
     sys.setrecursionlimit(10_000)
     names: dict[str, Any] = {"__name__": "__main__"}
     if order["expression"] is None:
-        os.close(given)
+        os.close(answer)
     code, expression, statements = (order.pop(k) for k in ("code", "expression", "statements"))
     exec(compile(code, "solution.py", "exec"), names)
     if expression is not None:
         names.update(order["names"])
         exec(compile(statements, "check.py", "exec"), names)
         value = repr(eval(compile(expression, "check.py", "eval"), names))
-        os.write(given, value.encode())
+        os.write(answer, value.encode())
 
 
 def confine(order: dict[str, Any]) -> dict[str, str]:
@@ -72,7 +72,9 @@ def confine(order: dict[str, Any]) -> dict[str, str]:
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     alone = _private_root(order)
     counted = _change_user(order["uid"], order["folder"], alone)
+    # After the change of user, with which the kernel clears it.
     _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+    # The parent may have ended before the signal was set: then no signal comes.
     if os.getppid() != order["parent"]:
         sys.exit("the parent process has ended")
     for name, limits in order["limits"].items():
@@ -100,15 +102,17 @@ def _private_root(order: dict[str, Any]) -> bool:
     folder, mounted = order["folder"], False
     try:
         if alone:
+            # A user may map its group only once it can no longer drop groups (user_namespaces(7)).
             for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
+        # Private first: else the mounts that follow would appear in the machine's own file systems.
         _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
         _mount("tmpfs", folder, "tmpfs", 0, "size=1m,mode=755")
         mounted = True
         bound: list[str] = []
         for path in (*order["readable"], "/dev/null"):
-            if os.path.exists(path) and not any(path.startswith(f"{each}/") for each in bound):
+            if os.path.exists(path) and not any(path.startswith(f"{parent}/") for parent in bound):
                 _bind(path, folder + path)
                 bound.append(path)
         os.makedirs(folder + folder)
@@ -153,6 +157,7 @@ def _change_user(uid: int, folder: str, alone: bool) -> bool:
         _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
         os.setgroups([])
         os.chown(folder, uid, uid)
+        # The group before the user, who could not change it any more.
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     except OSError:  # root without the right to become another user
@@ -163,9 +168,9 @@ def _change_user(uid: int, folder: str, alone: bool) -> bool:
     return True
 
 
-def _keep_capabilities(kept: int) -> None:
-    """Drops all capabilities but `kept`, and those too if this process does not have them."""
-    for mask in (kept, 0):
+def _keep_capabilities(capabilities: int) -> None:
+    """Drops all capabilities but these, and those too if this process does not have them."""
+    for mask in (capabilities, 0):
         if _libc.capset(struct.pack("=Ii", _CAPABILITIES_3, 0), struct.pack("=6I", mask, mask, 0, 0, 0, 0)) == 0:
             return
 
@@ -177,6 +182,7 @@ def _landlock(readable: list[str], folder: str) -> str:
         return f"Landlock is not available ({_error()})"
     files = _HANDLED[max(v for v in _HANDLED if v <= version)]
     attributes = struct.pack("=QQQ", files, 0b11, 0b11)  # no TCP, no abstract sockets, no signals to processes outside
+    # A kernel refuses fields of later versions.
     size = 8 if version < 4 else 16 if version < 6 else 24
     rules = _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
     if rules < 0:

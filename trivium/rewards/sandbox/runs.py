@@ -87,7 +87,7 @@ class Ran:
     """`done`, or why not: `error` (it raised, or left with another code than 0), `cpu`, `wall`, `disk`, `killed`."""
     stdout: str
     stderr: str
-    given: str | None
+    answer: str | None
     """The answer to the check: the value's `repr`, if the program is honest. None if the program did not reach it."""
     wall_s: float = field(default=0.0, compare=False)
     """Seconds of the run, without the wait for its turn and for its process to start."""
@@ -110,7 +110,7 @@ class _Program:
     child: Child
     order: Mapping[str, Any]
     folder: str
-    given: IO[bytes]
+    answer: IO[bytes]
     out: IO[bytes]
     err: IO[bytes]
     report: Mapping[str, Any] | None = None
@@ -139,7 +139,7 @@ class Sandbox:
         self._folders = _readable()
         self._filters = [base64.b64encode(confinement(t)).decode() for t in (False, True)] if known() else []
         ran = self.run("", check=Check("6 * 7"))
-        if ran.given != "42":
+        if ran.answer != "42":
             raise ConfigError("a sandbox that runs code", f"{ran.end}: {ran.stderr[-500:]}", "raise its limits")
 
     def run(self, code: str, stdin: str = "", check: Check | None = None) -> Ran:
@@ -152,7 +152,7 @@ class Sandbox:
             return self._outcome(program, self._watched(program))
 
     def judge(self, code: str, statement: str) -> Ran:
-        """Evaluates an `assert` about the code; `given` is "True" if it holds. Raises like `run`.
+        """Evaluates an `assert` about the code; `answer` is "True" if it holds. Raises like `run`.
 
         The assert runs in a second process, which calls what the code defines in the first (`asserts.py`). Both are
         under the limits.
@@ -178,22 +178,22 @@ class Sandbox:
     ) -> Iterator[_Program]:
         """A process for the code and the check, which inherits `descriptor`. It ends with the block."""
         with _folder() as folder, ExitStack() as files:
-            given, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+            answer, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
             source.write(stdin.encode("utf-8", "surrogatepass"))
             source.seek(0)
             child = spawn(
                 _CONFINE,
-                str(given.fileno()),
+                str(answer.fileno()),
                 env=_environment(folder),
                 cwd="/",
                 stdin=source,
                 stdout=out,
                 stderr=err,
-                pass_fds=(given.fileno(), *(() if descriptor is None else (descriptor,))),
+                pass_fds=(answer.fileno(), *(() if descriptor is None else (descriptor,))),
                 timeout_s=_START_S,
             )
             try:
-                yield _Program(child, self._order(code, check, folder), folder, given, out, err)
+                yield _Program(child, self._order(code, check, folder), folder, answer, out, err)
             finally:
                 child.end()
 
@@ -202,7 +202,7 @@ class Sandbox:
         took = time.monotonic() - program.began
         program.child.end()
         out, err = _text(program.out, self.limits.file_size), _text(program.err, _SHOWN)
-        ran = Ran(end, out, err, _text(program.given, _SHOWN) or None, took)
+        ran = Ran(end, out, err, _text(program.answer, _SHOWN) or None, took)
         self._check_confined(program.report, ran)
         return ran
 
@@ -238,7 +238,7 @@ class Sandbox:
         files or those of the others take too much."""
         deadline = program.began + self.limits.wall_s
         while (code := program.child.wait(_LOOK_S)) is None:
-            full = any(self._is_full(each.folder) for each in (program, *others))
+            full = any(self._is_full(process.folder) for process in (program, *others))
             stopped = "wall" if time.monotonic() > deadline else "disk" if full else ""
             if stopped:
                 program.child.kill()
@@ -250,8 +250,8 @@ class Sandbox:
         counts as full."""
         size = 0
         try:
-            for entries, each in enumerate(_sizes(folder), 1):
-                size += each
+            for entries, num_bytes in enumerate(_sizes(folder), 1):
+                size += num_bytes
                 if entries > _ENTRIES or size > self.limits.disk:
                     return True
         except OSError:
@@ -315,6 +315,7 @@ def _unused_uid() -> int:
         ids = _MAX_IDS  # a kernel without user namespaces
     if ids > _MAX_IDS:
         return 0x70000000 + os.getpid() % (1 << 22) * 64 + number
+    # In a container, only the ids that are mapped exist: of these the highest, since accounts have low ones.
     return max(1, ids - 2 - (os.getpid() * 64 + number) % 4096)
 
 
@@ -332,9 +333,9 @@ def _remove(folder: str) -> None:
     """Removes a folder of any depth and any mode. Each folder in it is moved to the top before its content is listed,
     so that no path grows long."""
     folders = [folder]
-    for each in folders:  # the loop appends to it
-        os.chmod(each, 0o700)
-        with os.scandir(each) as iterator:
+    for emptied in folders:  # the loop appends to it
+        os.chmod(emptied, 0o700)
+        with os.scandir(emptied) as iterator:
             entries = list(iterator)
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -343,8 +344,8 @@ def _remove(folder: str) -> None:
                 os.rename(entry.path, folders[-1])
             else:
                 os.unlink(entry.path)
-    for each in reversed(folders):
-        os.rmdir(each)
+    for emptied in reversed(folders):
+        os.rmdir(emptied)
 
 
 def _sizes(folder: str) -> Iterator[int]:

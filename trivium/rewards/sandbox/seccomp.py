@@ -92,16 +92,17 @@ def confinement(threads: bool, machine: str = "") -> bytes:
         (Argument(1, _F_SETFL), Argument(2, 0, mask=_O_ASYNC)),
     ]
     rules[_PRCTL[column]] = [(Argument(0, _PR_SET_NAME),)]
-    own = Argument(0, 0)
+    own_process = Argument(0, 0)
     rules[_PRLIMIT64[column]] = [
-        (own, Argument(2, 0), Argument(2, 0, half=1)),  # reads a limit, sets none
-        (own, Argument(1, _RLIMIT_STACK)),
+        (own_process, Argument(2, 0), Argument(2, 0, half=1)),  # reads a limit, sets none
+        (own_process, Argument(1, _RLIMIT_STACK)),
     ]
     # asyncio wakes itself up with a socket pair. No other call makes a socket, and none sends data to an address.
     rules[_SOCKETPAIR[column]] = [(Argument(0, socket.AF_UNIX), Argument(1, socket.SOCK_STREAM, mask=0xF))]
     rules[_SENDTO[column]] = [(Argument(4, 0), Argument(4, 0, half=1))]
     if threads:
         rules[_CLONE[column]] = [(Argument(0, _CLONE_THREAD, mask=_CLONE_THREAD),)]
+    # clone3 has its flags behind a pointer, which no filter can read: without it, libc calls clone.
     return program(architecture, rules, {_CLONE3[column]: errno.ENOSYS}, _error(errno.EPERM))
 
 
@@ -138,6 +139,7 @@ def _alternatives(conditions: Sequence[Condition]) -> list[bytes]:
             instructions += [
                 _instruction(_LOAD, offset),
                 _instruction(_AND, argument.mask),
+                # Else on to the next condition, behind the other checks of this one and its RETURN.
                 _instruction(_EQUAL, argument.value, 0, checks - 3 * place - 2),
             ]
         instructions.append(_instruction(_RETURN, _ALLOW))
