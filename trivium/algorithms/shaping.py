@@ -202,6 +202,7 @@ def relative_length(
     length = x.length.double()
     shortest = length.new_full((len(ids),), torch.inf).scatter_reduce(0, inverse, length, "amin")[inverse]
     longest = length.new_zeros(len(ids)).scatter_reduce(0, inverse, length, "amax")[inverse]
+    # The lower bound only keeps 0 / 0 out of groups of equal lengths, which get no weight below.
     weight = 0.5 - (length - shortest) / (longest - shortest).clamp(min=1)
     weight = torch.where(longest == shortest, 0.0, weight)
     return x.reward + coef * torch.where(x.reward >= threshold, weight, weight.clamp(max=0))

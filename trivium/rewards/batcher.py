@@ -36,6 +36,7 @@ class Batcher(Generic[T, R]):
     ) -> None:
         self._work, self._max_batch = work, max_batch
         self._window_s, self._max_concurrent = window_s, max_concurrent
+        # A loop that has ended takes its queue with it.
         self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()
 
     @property

@@ -216,6 +216,7 @@ def _same(value: object, wanted: object) -> bool:
 def _close(a: float, b: float) -> bool:
     if max(abs(a), abs(b)) >= _LARGEST:
         return a == b
+    # By the relative difference alone, no other number would be close to 0.
     return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE * 1e-3)
 
 

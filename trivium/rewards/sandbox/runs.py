@@ -314,6 +314,7 @@ def _unused_uid() -> int:
     except OSError:
         ids = _MAX_IDS  # a kernel without user namespaces
     if ids > _MAX_IDS:
+        # A process number has 22 bits and a run 6: ids from 0x70000000 to 2^31, where no machine has accounts.
         return 0x70000000 + os.getpid() % (1 << 22) * 64 + number
     # In a container, only the ids that are mapped exist: of these the highest, since accounts have low ones.
     return max(1, ids - 2 - (os.getpid() * 64 + number) % 4096)
