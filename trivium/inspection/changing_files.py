@@ -63,6 +63,7 @@ def cached_while_unchanged(
     def decorate(function: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Path, P], T]:
         @lru_cache(maxsize=maxsize)
         def cached(stamps: object, path: Path, *args: Any, **kwargs: Any) -> T:
+            # The stamps only tell results apart: a changed file has another key in the cache.
             del stamps
             return function(path, *args, **kwargs)
 

@@ -98,7 +98,7 @@ def curves(rows: Iterable[Row], keys: Iterable[str]) -> dict[str, Curve]:
         for key in points.keys() & row.keys():
             if math.isfinite(row[key]):
                 points[key][int(row["step"])] = row[key]
-    described = {key: described_metric(key) for key, each in points.items() if each}
+    described = {key: described_metric(key) for key, values_by_step in points.items() if values_by_step}
     return {
         key: Curve(key, *about, sorted(points[key]), [points[key][step] for step in sorted(points[key])])
         for key, about in described.items()

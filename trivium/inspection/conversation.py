@@ -163,14 +163,14 @@ def opened(
     """Loads models, and closes their engines at the end. One step is that of all runs; several are those of the models
     in order, or of the only run. Raises ConfigError for another number of steps."""
     paths = [*paths] * max(1, len(steps)) if len(paths) == 1 else [*paths]
-    each = [*steps] if len(steps) > 1 else [next(iter(steps), None)] * len(paths)
-    if len(each) != len(paths) or (steps and not any(map(_is_run, paths))):
+    model_steps = [*steps] if len(steps) > 1 else [next(iter(steps), None)] * len(paths)
+    if len(model_steps) != len(paths) or (steps and not any(map(_is_run, paths))):
         asked, found = f"--step {' --step '.join(map(str, steps))}", f"the model(s) {', '.join(paths)}"
         raise ConfigError(asked, found, "give one step for all runs, or one for each model")
     models: list[ChatModel] = []
     with TemporaryDirectory() as scratch:
         try:
-            for number, (path, step) in enumerate(zip(paths, each, strict=True)):
+            for number, (path, step) in enumerate(zip(paths, model_steps, strict=True)):
                 config = _config_of(path, overrides, f"{scratch}/{number}")
                 models.append(_loaded(path, config, step, system, limits))
             yield models
@@ -194,8 +194,8 @@ def _loaded(
         if system is None:
             system, about = _system_of(config.stage_configs()[-1])
     stage = stage_at(config, step if step is not None and _is_run(path) else 0)
-    given = {key: value for key, value in limits.items() if value is not None}
-    how = replace(stage.config.evaluation.sampling.sampling(stage.config.engine.sampling, 1), **given)
+    sampling_limits = {key: value for key, value in limits.items() if value is not None}
+    how = replace(stage.config.evaluation.sampling.sampling(stage.config.engine.sampling, 1), **sampling_limits)
     with shown(Path(name)):
         engine = build_engine(stage)
     kind = f"temperature {how.temperature:g}" if how.temperature else "greedy"

@@ -79,7 +79,7 @@ def _steps_to_read(run_dir: Path) -> list[int]:
     """Returns the train steps whose rollouts are read: as many as fit `_ROLLOUT_BYTES` and at least 3, evenly
     spread, including the newest. Empty if none are recorded."""
     files = [(step, path.stat().st_size) for _, step, path in journals(run_dir)]
-    size, steps = sum(each for _, each in files), sorted({step for step, _ in files if step is not None})
+    size, steps = sum(num_bytes for _, num_bytes in files), sorted({step for step, _ in files if step is not None})
     number = max(min(3, len(steps)), min(len(steps), len(steps) * _ROLLOUT_BYTES // max(1, size)))
     return [steps[(at + 1) * len(steps) // number - 1] for at in range(number)]
 

@@ -21,7 +21,7 @@ TOLERANCE = 1e-2
 
 
 @dataclass
-class Compared:
+class StageComparison:
     """One stage of a replay."""
 
     name: StageName
@@ -51,7 +51,9 @@ class Comparison:
     count as equal."""
 
     inexact: Sequence[str] = ()
-    stages: dict[StageName, Compared] = field(default_factory=lambda: {name: Compared(name) for name in STAGES})
+    stages: dict[StageName, StageComparison] = field(
+        default_factory=lambda: {name: StageComparison(name) for name in STAGES}
+    )
 
     def note(self, stage: StageName, text: str) -> None:
         if text not in self.stages[stage].notes:
@@ -95,7 +97,7 @@ class Comparison:
         )
 
     @property
-    def first(self) -> Compared | None:
+    def first(self) -> StageComparison | None:
         """The first stage with a difference."""
         return next((stage for stage in self.stages.values() if stage.differences), None)
 
@@ -125,7 +127,7 @@ def compare_rollout(
 ) -> bool:
     """Compares a recorded rollout with the one sampled again: tokens, log-probabilities, rewards (except `left_out`,
     which were not computed). Returns whether the tokens are equal."""
-    if any("DeadlineExceeded" in str(each.failure) for each in (recorded, replayed)):
+    if any("DeadlineExceeded" in str(rollout.failure) for rollout in (recorded, replayed)):
         comparison.note("tokens", f"{who} exceeded its deadline: time is not replayed")
         return False
     if not _same_tokens(comparison, who, recorded, replayed):
@@ -140,7 +142,7 @@ def compare_rewards(
     comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
 ) -> None:
     """Compares the rewards of a rollout with the recomputed ones."""
-    old, new = (_failed(each) for each in (recorded, replayed))
+    old, new = (_failed(rollout) for rollout in (recorded, replayed))
     if not comparison.values("reward", f"{who}, its failure", old, new) or recorded.failure is not None:
         return
     names = [name for name in {**recorded.rewards, **replayed.rewards} if name not in left_out]
@@ -175,8 +177,8 @@ def _differing_tokens(recorded: Sequence[Turn], replayed: Sequence[Turn]) -> Ite
             if not np.array_equal(a, b):
                 shared = min(len(a), len(b))
                 place = next((at for at in range(shared) if a[at] != b[at]), shared)
-                shown = [str(int(each[place])) if place < len(each) else "none" for each in (a, b)]
-                yield f"turn {number}, {name} {place}: recorded {shown[0]}, replayed {shown[1]}"
+                differing = [str(int(tokens[place])) if place < len(tokens) else "none" for tokens in (a, b)]
+                yield f"turn {number}, {name} {place}: recorded {differing[0]}, replayed {differing[1]}"
         if old.stop_reason != new.stop_reason:
             yield f"turn {number}, stop reason: recorded {old.stop_reason.value}, replayed {new.stop_reason.value}"
     if len(recorded) != len(replayed):

@@ -43,7 +43,7 @@ from trivium.types import SERVED, Batch, Completion, Group, Metrics, Request, Sy
 def remote_rewards(config: RunConfig) -> list[str]:
     """Returns the rewards that a server computes, whose results may have changed since the run."""
     rewards = [part.reward for part in parts_of(config.rewards)]
-    return [each.label for each in rewards if capabilities_of(resolve("rewards", each.kind)).remote]
+    return [reward.label for reward in rewards if capabilities_of(resolve("rewards", reward.kind)).remote]
 
 
 def without_rewards(config: RunConfig, labels: Collection[str]) -> RunConfig:
@@ -51,7 +51,7 @@ def without_rewards(config: RunConfig, labels: Collection[str]) -> RunConfig:
     rewards: list[RewardConfig] = []
     for reward in config.rewards:
         if isinstance(reward, Recipe.Config):
-            components = tuple(each for each in reward.components if each.label not in labels)
+            components = tuple(component for component in reward.components if component.label not in labels)
             rewards += [reward.model_copy(update={"components": components})] if components else []
         elif reward.label not in labels:
             rewards.append(reward)
@@ -105,8 +105,8 @@ def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
 def taken_by(run: RecordedRun, step: int) -> tuple[Taken, ...]:
     """Returns the groups that a train step took, including replayed groups and expert data. Raises RunDirError if
     `steps.jsonl` does not record them."""
-    if taken := taken_groups(run.path, step):
-        return taken
+    if groups := taken_groups(run.path, step):
+        return groups
     raise RunDirError(
         f"the groups that train step {step} took",
         f"{run.path / STEPS} has no row for it",
@@ -179,6 +179,7 @@ class ReplayedTrainer:
             cast(Any, self._rows),
             {},
         )
+        # A note of a version is a line of the run's record. The run has accepted its failed rollouts already.
         self.trainer.publisher.note = None
         self.trainer.max_failed_fraction = 1.0
 
@@ -201,15 +202,15 @@ class ReplayedTrainer:
     def fresh_groups(self, step: int) -> list[Group]:
         """Returns the groups that a train step took from the explorers, in order."""
         first = self.stage.first_version + 1 if self.schedule.stored_per_step else step
-        earlier = {each for number in range(first, step) for each in self._taken(number)}
-        fresh = [each for each in self._taken(step) if each.slot >= 0 and each not in earlier]
+        earlier = {group for number in range(first, step) for group in self._taken(number)}
+        fresh = [group for group in self._taken(step) if group.slot >= 0 and group not in earlier]
         return read_groups(self.run.path, self.stage.number, fresh)
 
     def _groups_in(self, slots: Sequence[int]) -> list[Group]:
         """Returns the groups at these slots that the steps up to the checkpoint took."""
         steps = range(self.stage.first_version + 1, self.trainer.train_step_num + 1)
-        taken = {each.slot: each for step in steps for each in self._taken(step)}
-        return read_groups(self.run.path, self.stage.number, [taken[slot] for slot in slots])
+        group_of_slot = {group.slot: group for step in steps for group in self._taken(step)}
+        return read_groups(self.run.path, self.stage.number, [group_of_slot[slot] for slot in slots])
 
     def _taken(self, step: int) -> tuple[Taken, ...]:
         return taken_by(self.run, step)
@@ -263,7 +264,7 @@ class ReplayedTrainer:
 
 # --------------------------------------------------------------------------- the engines
 
-Place = tuple[str, str, int, int, bytes]
+CompletionAddress = tuple[str, str, int, int, bytes]
 """(taskset, task id, epoch, index in the group, prompt): identifies a recorded completion."""
 
 
@@ -274,24 +275,24 @@ class EngineOfVersions:
         self._engines = engines
         newest = engines[max(engines)]
         self.capabilities, self.max_context, self.version = capabilities_of(newest), newest.max_context, max(engines)
-        self._versions: dict[Place, int] = {}
+        self._versions: dict[CompletionAddress, int] = {}
         for group in groups:
             for rollout in group.rollouts:
                 for turn in rollout.turns:
-                    place = _place(group, rollout.index, turn.prompt_tokens.tobytes())
-                    self._versions[place] = int(turn.policy_version.min()) if len(turn.tokens) else group.version
+                    address = _address(group, rollout.index, turn.prompt_tokens.tobytes())
+                    self._versions[address] = int(turn.policy_version.min()) if len(turn.tokens) else group.version
 
     async def generate(self, request: Request) -> Completion:
         key = request.key
-        place = (key.taskset, key.task_id, key.epoch, key.index, request.prompt_tokens.tobytes())
-        return await self._engines[self._versions.get(place, self.version)].generate(request)
+        address = (key.taskset, key.task_id, key.epoch, key.index, request.prompt_tokens.tobytes())
+        return await self._engines[self._versions.get(address, self.version)].generate(request)
 
     async def close(self) -> None:
         for engine in self._engines.values():
             await engine.close()
 
 
-def _place(group: Group, index: int, prompt: bytes) -> Place:
+def _address(group: Group, index: int, prompt: bytes) -> CompletionAddress:
     return group.task.taskset, group.task.task_id, group.epoch, index, prompt
 
 

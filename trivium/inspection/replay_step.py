@@ -27,8 +27,8 @@ from trivium.explorer import Explorer
 from trivium.foundation.concurrency import gather_or_cancel
 from trivium.foundation.errors import RunDirError
 from trivium.inspection.replay_compare import (
-    Compared,
     Comparison,
+    StageComparison,
     StageName,
     compare_metrics,
     compare_rewards,
@@ -59,7 +59,7 @@ _OWN = ("train/loss/", "train/grad_norm/")
 
 
 @dataclass
-class Replay:
+class StepReplay:
     """The result of a replay of a train step, or of one of its tasks."""
 
     step: int
@@ -67,7 +67,7 @@ class Replay:
     comparison: Comparison
     rollouts: int = 0
     """Number of rollouts sampled again."""
-    own: dict[str, Metrics] = field(default_factory=dict[str, Metrics])
+    chosen_metrics: dict[str, Metrics] = field(default_factory=dict[str, Metrics])
     """Objective -> loss and gradient norm over the replayed rollouts alone."""
 
     @property
@@ -82,20 +82,20 @@ class Replay:
         inexact = self.comparison.inexact
         lines += [f"  need not be equal bit for bit: {reason}" for reason in inexact]
         lines += lines_of(self.comparison)
-        for role, metrics in self.own.items():
-            shown = [f"{key} {value:.6g}" for key, value in metrics.items() if key.startswith(_OWN)]
-            lines.append(f"  {role} over these rollouts alone: {', '.join(shown)}")
+        for role, metrics in self.chosen_metrics.items():
+            figures = [f"{key} {value:.6g}" for key, value in metrics.items() if key.startswith(_OWN)]
+            lines.append(f"  {role} over these rollouts alone: {', '.join(figures)}")
         first = self.comparison.first
         return "\n".join([*lines, "everything compared is equal" if first is None else _first(first)])
 
 
-def _first(stage: Compared) -> str:
+def _first(stage: StageComparison) -> str:
     return f"the first difference is of the stage {stage.name}: {stage.differences[0]}"
 
 
 def replay(
     run_dir: Path, step: int, *, task: str | None = None, update: bool = False, ask_servers: bool = False
-) -> Replay:
+) -> StepReplay:
     """Replays the rollouts of a train step (with `task`, those of this task) and the step itself. With `update`, also
     compares the weights after it. Includes rewards that a server computes only with `ask_servers`.
 
@@ -110,24 +110,24 @@ def replay(
 
 async def _replay(
     run: RecordedRun, stage: Stage, step: int, task: str | None, update: bool, left_out: Sequence[str]
-) -> Replay:
+) -> StepReplay:
     comparison = Comparison(inexact_because(run, step, stage))
     trainer = ReplayedTrainer(run, stage)
     groups = trainer.fresh_groups(step) if trainer.explored else []
     chosen = [group for group in groups if task in (None, group.task.task_id)]
     if task is not None and not chosen:
-        known = ", ".join(dict.fromkeys(group.task.task_id for group in groups[:8]))
+        task_ids = ", ".join(dict.fromkeys(group.task.task_id for group in groups[:8]))
         raise RunDirError(
-            f"task {task!r} in train step {step}", f"its tasks are {known or 'none'}", "name one of its tasks"
+            f"task {task!r} in train step {step}", f"its tasks are {task_ids or 'none'}", "name one of its tasks"
         )
     sampled = [group for group in chosen if group.task.taskset != SERVED]
     versions = {version for group in sampled for version in _versions(group)}
     base = run.checkpoint_before(min(versions | {step - 1}), stage.first_version)
     began = stage.first_version if base is None else base.step
     _refuse_changes_between(run, began, step)
-    taken = f", {step - 1 - began} train step(s) repeated" if step - 1 > began else ""
+    repeated_steps = f", {step - 1 - began} train step(s) repeated" if step - 1 > began else ""
     about = f"train step {step} of {run.path}" + (f", task {task}" if task is not None else "")
-    result = Replay(step, f"{about}; weights of version {began}{taken}", comparison)
+    result = StepReplay(step, f"{about}; weights of version {began}{repeated_steps}", comparison)
     try:
         await trainer.begin(base)
         weights = await trainer.go_to(step - 1, versions)
@@ -166,7 +166,7 @@ def _refuse_changes_between(run: RecordedRun, began: int, step: int) -> None:
 
 
 async def _replay_rollouts(
-    result: Replay,
+    result: StepReplay,
     stage: Stage,
     trainer: ReplayedTrainer,
     weights: Mapping[int, Sequence[tuple[str, torch.Tensor]]],
@@ -234,15 +234,15 @@ async def _judge_recorded(
 
 
 async def _replay_step(
-    result: Replay, run: RecordedRun, trainer: ReplayedTrainer, chosen: Sequence[Group], *, whole: bool
+    result: StepReplay, run: RecordedRun, trainer: ReplayedTrainer, chosen: Sequence[Group], *, whole: bool
 ) -> None:
     """Takes the step on the recorded rollouts and compares its results. Reports the loss of the `chosen` groups; with
     `whole`, of the whole batch."""
     comparison, step, ids = result.comparison, result.step, {group.group_id for group in chosen}
 
     def measure(batch: Batch) -> None:
-        rows = [row for row, each in enumerate(batch.experiences) if whole or each.group_id in ids]
-        result.own = _own_metrics(trainer, batch.select(rows)) if rows else {}
+        rows = [row for row, experience in enumerate(batch.experiences) if whole or experience.group_id in ids]
+        result.chosen_metrics = _metrics_of(trainer, batch.select(rows)) if rows else {}
         if comparison.inexact:
             _score_recorded(comparison, trainer, batch, rows)
 
@@ -254,7 +254,7 @@ async def _replay_step(
         comparison.note("loss", "metrics.jsonl has no row of this step: `monitors` needs kind jsonl")
 
 
-def _own_metrics(trainer: ReplayedTrainer, batch: Batch) -> dict[str, Metrics]:
+def _metrics_of(trainer: ReplayedTrainer, batch: Batch) -> dict[str, Metrics]:
     engine = trainer.trainer.engine
     if not isinstance(engine, TorchTrainEngine):
         return {}
@@ -286,8 +286,8 @@ def _compare_columns(
     for group in chosen:
         for rollout in group.trajectories:
             places = rows.get((group.group_id, rollout.index), [])
-            kept = kept_columns(run.path, step, group, rollout.index)
-            for row, columns in zip(places, kept, strict=False):
+            kept_values = kept_columns(run.path, step, group, rollout.index)
+            for row, columns in zip(places, kept_values, strict=False):
                 computed: dict[str, AnyArray] = {name: arrays[row] for name, arrays in batch.columns.items()}
                 computed["response_mask"] = batch.experiences[row].response_mask
                 for name, array in columns.items():

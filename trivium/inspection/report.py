@@ -75,8 +75,8 @@ def send_report(monitor: Monitor, run_dir: Path) -> None:
     except (TriviumError, OSError) as error:
         _log.error("no report was written: %s", error)
         return
-    for each in keeping:
-        each.keep_file(path)
+    for file_monitor in keeping:
+        file_monitor.keep_file(path)
 
 
 def report_of(run_dir: Path) -> str:
@@ -85,6 +85,7 @@ def report_of(run_dir: Path) -> str:
     watched = WatchedRun(run_dir, run_dir.resolve().name)
     scripts = (_page("uPlot.iife.min.js"), _script(_MODULES))
     style, title = _page("uPlot.min.css") + _page("style.css"), escape(watched.name)
+    # By their hashes, so that no other script in the file can run.
     allowed = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
     # No text of the run can end the element.
@@ -131,12 +132,12 @@ def _values(watched: WatchedRun) -> dict[str, Any]:
     chosen, of = _chosen(run)
     examples, media = list[dict[str, Any]](), dict[str, str]()
     pieces = _pieces(run.path)
-    for kind, each in chosen:
-        examples.append(_example(kind, each, run, pieces))
+    for kind, example in chosen:
+        examples.append(_example(kind, example, run, pieces))
         media |= _images(examples[-1], run)
     return {
         "runs": [about],
-        "curves": {**watched.state(), "curves": {key: curve_values(thinned(each)) for key, each in drawn.items()}},
+        "curves": {**watched.state(), "curves": {key: curve_values(thinned(curve)) for key, curve in drawn.items()}},
         "verdict": watched.verdict(),
         "facts": _facts(run),
         "examples": examples,
@@ -205,21 +206,23 @@ def _chosen(run: RecordedRun) -> tuple[list[tuple[str, _Example]], str]:
     steps = run.groups.steps()
     if not steps:
         return [], ""
-    alive = [each for each, rollout in _members(run, steps[-1]) if rollout.failure is None]
+    alive = [example for example, rollout in _members(run, steps[-1]) if rollout.failure is None]
     # At equal rewards, prefer the rollouts that the step learned most from.
-    alive.sort(key=lambda each: (-each.reward, -each.weight))
+    alive.sort(key=lambda example: (-example.reward, -example.weight))
     best = list(islice(_of_different_tasks(alive), _EXAMPLES))
-    alive.sort(key=lambda each: (each.reward, -each.weight))
-    lower = (each for each in _of_different_tasks(alive) if each.reward < best[0].reward and each not in best)
+    alive.sort(key=lambda example: (example.reward, -example.weight))
+    lower = (
+        example for example in _of_different_tasks(alive) if example.reward < best[0].reward and example not in best
+    )
     worst = list(islice(lower, _EXAMPLES))
     failed = (
-        each
+        example
         for step in reversed(steps[-_FAILED_STEPS:])
-        for each, rollout in _members(run, step)
+        for example, rollout in _members(run, step)
         if rollout.failure is not None
     )
     kinds = (("best", best), ("worst", worst), ("failed", list(islice(failed, _EXAMPLES))))
-    chosen = [(kind, each) for kind, examples in kinds for each in examples]
+    chosen = [(kind, example) for kind, examples in kinds for example in examples]
     return chosen, f"{len(alive)} rollouts of step {steps[-1]}"
 
 
@@ -234,11 +237,11 @@ def _members(run: RecordedRun, step: int) -> Iterator[tuple[_Example, Trajectory
 
 
 def _of_different_tasks(examples: Sequence[_Example]) -> Iterator[_Example]:
-    seen = set[str]()
-    for each in examples:
-        if each.task not in seen:
-            seen.add(each.task)
-            yield each
+    tasks = set[str]()
+    for example in examples:
+        if example.task not in tasks:
+            tasks.add(example.task)
+            yield example
 
 
 def _pieces(run_dir: Path) -> Callable[[Sequence[int]], list[str]]:
@@ -256,11 +259,11 @@ def _example(
     group = run.groups.group(example.place)
     rollout = group.rollouts[example.index]
     values = rollout_values(run.rollout(example.place, group, rollout, example.step), pieces)
-    sequences, left = list[dict[str, Any]](), _TOKENS
+    sequences, remaining = list[dict[str, Any]](), _TOKENS
     for sequence in values["sequences"]:
-        if left:
-            sequences.append(_cut(sequence, left))
-            left -= len(sequences[-1]["tokens"])
+        if remaining:
+            sequences.append(_cut(sequence, remaining))
+            remaining -= len(sequences[-1]["tokens"])
     row = member_row(group, rollout, {})
     return {
         **row,
@@ -270,7 +273,7 @@ def _example(
         "failure": row["failure"] and row["failure"][:_FAILURE],
         "messages": [] if sequences else values["messages"],
         "sequences": sequences,
-        "omitted": sum(len(sequence["tokens"]) for sequence in values["sequences"]) - (_TOKENS - left),
+        "omitted": sum(len(sequence["tokens"]) for sequence in values["sequences"]) - (_TOKENS - remaining),
     }
 
 

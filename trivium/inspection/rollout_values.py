@@ -4,7 +4,7 @@
     for place in run.groups.of_step(12):
         group = run.groups.group(place)
         row = group_row(place, group, run.advantages(12))
-        members = [rollout_values(run.rollout(place, group, each, 12), pieces) for each in group.rollouts]
+        members = [rollout_values(run.rollout(place, group, member, 12), pieces) for member in group.rollouts]
 
 Legend: L tokens of a sequence.
 """
@@ -60,7 +60,7 @@ def group_row(place: Place, group: Group, advantages: Means) -> dict[str, Any]:
         "dropped": group.dropped,
         "prompt": (task.prompt[-1].content if task.prompt else "")[:_PROMPT],
         "size": len(group.rollouts),
-        "members": [member_row(group, each, advantages) for each in group.rollouts],
+        "members": [member_row(group, rollout, advantages) for rollout in group.rollouts],
     }
 
 
@@ -79,7 +79,10 @@ def member_row(group: Group, trajectory: Trajectory, advantages: Means) -> dict[
         "tokens": trajectory.num_tokens,
         "turns": len(trajectory.turns),
         "stop": trajectory.stop_reason.value,
-        "versions": [int(min(each.min() for each in versions)), int(max(each.max() for each in versions))]
+        "versions": [
+            int(min(turn_versions.min() for turn_versions in versions)),
+            int(max(turn_versions.max() for turn_versions in versions)),
+        ]
         if versions
         else [],
         "failure": None if failure is None else f"{failure.side}: {failure.kind}: {failure.message}",
@@ -109,8 +112,8 @@ def rollout_values(rollout: Rollout, pieces: Callable[[Sequence[int]], list[str]
     return {
         "messages": [{**message.entry(), "media": media_values(message.media)} for message in group.task.prompt],
         "columns": dict(group.task.columns),
-        "sequences": [_sequence(rollout, each, pieces, forks) for each in rollout.sequences],
-        "kept": any("returns" in columns for each in rollout.kept.values() for columns in each),
+        "sequences": [_sequence(rollout, sequence, pieces, forks) for sequence in rollout.sequences],
+        "kept": any("returns" in columns for sequences in rollout.values_by_step.values() for columns in sequences),
     }
 
 
@@ -149,7 +152,7 @@ def token_values(sequence: TokenSequence) -> dict[str, list[float | None]]:
     current, before = columns.get("update_log_prob"), sequence.log_prob if old is None else old
     if current is not None:
         columns["ratio"] = np.exp(current - before)
-    written = {"log_prob": _numbers(sequence.log_prob, sampled), "response_mask": [int(each) for each in trained]}
+    written = {"log_prob": _numbers(sequence.log_prob, sampled), "response_mask": [int(flag) for flag in trained]}
     written["policy_version"] = _numbers(sequence.policy_version, sampled)
     written |= {name: _numbers(array, trained) for name, array in columns.items()}
     order = [*TITLES]

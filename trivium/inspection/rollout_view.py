@@ -69,8 +69,8 @@ def piecewise(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]
         # Decoded after its predecessor, since some tokenizers drop a space at the start of a text.
         if before is None:
             return decode([token])
-        known, both = decode([before]), decode([before, token])
-        return both[len(known) :] if both.startswith(known) else decode([token])
+        before_text, both = decode([before]), decode([before, token])
+        return both[len(before_text) :] if both.startswith(before_text) else decode([token])
 
     def pieces(tokens: Sequence[int]) -> list[str]:
         texts, position = list[str](), 0
@@ -126,11 +126,13 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
     forks = {fork.turn: fork for fork in forks_of(rollout.trajectory.turns)}
     earlier: Turn | None = None
     for number, turn in enumerate(rollout.trajectory.turns):
-        seen = len(earlier.prompt_tokens) + len(earlier.tokens) if earlier is not None and number not in forks else 0
+        context_start = (
+            len(earlier.prompt_tokens) + len(earlier.tokens) if earlier is not None and number not in forks else 0
+        )
         rows.append(
             {
-                "context": decode(turn.prompt_tokens[seen:]),
-                **_media(item for item in turn.media if item.span is None or item.span[0] >= seen),
+                "context": decode(turn.prompt_tokens[context_start:]),
+                **_media(item for item in turn.media if item.span is None or item.span[0] >= context_start),
                 "fork": fork_values(forks[number], decode) if number in forks else None,
                 "completion": turn.text,
                 "written": decode(turn.tokens),
@@ -149,15 +151,15 @@ def _calls(turn: Turn, decode: Decode) -> tuple[ToolCall, ...]:
     """Returns the calls of a completion, after its reasoning. A record has no list of tools: any name counts."""
     prompt_end = decode(turn.prompt_tokens[-REASONING_TAIL:])
     texts = [(how, how.split(turn.text, opened=how.opens(prompt_end))[1]) for how in FORMATS]
-    read = (how.read(text) for how, text in texts if how.begins(text))
-    return next((calls[1] for calls in read if calls is not None), ())
+    calls_by_format = (how.read(text) for how, text in texts if how.begins(text))
+    return next((calls[1] for calls in calls_by_format if calls is not None), ())
 
 
 def fork_values(fork: Fork, decode: Decode) -> dict[str, Any]:
     """Returns why a turn starts another sequence, and the first token that differs: its position, and its text in the
     `earlier` turn and in the prompt; null at the end."""
-    known, sent = (decode(tokens) if len(tokens) else None for tokens in (fork.known, fork.sent))
-    return {"reason": fork.reason, "earlier": fork.earlier, "at": fork.at, "known": known, "sent": sent}
+    known_text, sent = (decode(tokens) if len(tokens) else None for tokens in (fork.known, fork.sent))
+    return {"reason": fork.reason, "earlier": fork.earlier, "at": fork.at, "known": known_text, "sent": sent}
 
 
 def _media(items: Iterable[Media]) -> dict[str, Any]:
@@ -191,8 +193,8 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
     lines = _heading(rollout)
     for turn in _turns(rollout, decode):
         if (fork := turn["fork"]) is not None:
-            known, sent = ("the end" if text is None else repr(text) for text in (fork["known"], fork["sent"]))
-            differs = f"token {fork['at']} is {sent}, and {known} in turn {fork['earlier'] + 1}"
+            known_text, sent = ("the end" if text is None else repr(text) for text in (fork["known"], fork["sent"]))
+            differs = f"token {fork['at']} is {sent}, and {known_text} in turn {fork['earlier'] + 1}"
             lines.append(_indented("another sequence", f"{fork['reason']}; {differs}"))
         lines.append(_indented("context", turn["context"]))
         for item in turn.get("media", ()):

@@ -81,7 +81,7 @@ class Rollout:
     it."""
     group: Group
     trajectory: Trajectory
-    kept: Mapping[int, tuple[Columns, ...]] = field(default_factory=dict[int, tuple[Columns, ...]])
+    values_by_step: Mapping[int, tuple[Columns, ...]] = field(default_factory=dict[int, tuple[Columns, ...]])
     """Train step that took its group -> the values that it computed for each sequence; no values if the step left the
     rollout out. Empty if nothing was kept."""
     taken_by: tuple[int, ...] = ()
@@ -101,8 +101,13 @@ class Rollout:
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Its tokens as the trainer sees them, with the values from the first train step that computed any."""
         parts = experiences_of(self.group, self.trajectory)
-        columns = next((each for each in self.kept.values() if each), ({},) * len(parts))
-        return tuple(_sequence(part, dict(each)) for part, each in zip(parts, columns, strict=True))
+        columns = next(
+            (sequence_columns for sequence_columns in self.values_by_step.values() if sequence_columns),
+            ({},) * len(parts),
+        )
+        return tuple(
+            _sequence(part, dict(sequence_columns)) for part, sequence_columns in zip(parts, columns, strict=True)
+        )
 
 
 def _sequence(part: Experience, columns: dict[str, AnyArray]) -> TokenSequence:
@@ -123,7 +128,7 @@ def read_rollouts(
     recorded rollouts, DataError for a damaged file.
     """
     wanted = {step} if isinstance(step, int) else None if step is None else set(step)
-    takers, kept = _takers(run_dir), {*kept_steps(run_dir)}
+    takers, steps_with_values = _takers(run_dir), {*kept_steps(run_dir)}
     for stage, planned, path in _journals_of(run_dir, _recorded_journals(run_dir), wanted):
         for _, group in read_recorded(path):
             by = () if planned is None else takers.get((stage, group.slot, group.attempt), ())
@@ -131,12 +136,16 @@ def read_rollouts(
                 continue
             if wanted is not None and wanted.isdisjoint(by or (planned,)):
                 continue
-            for each in group.rollouts:
-                if failed and each.failure is None:
+            for trajectory in group.rollouts:
+                if failed and trajectory.failure is None:
                     continue
-                trained = () if each is group.greedy else by
-                columns = {taker: kept_values(run_dir, taker, group, each.index) for taker in trained if taker in kept}
-                yield Rollout(stage, planned, group, each, columns, trained)
+                trained = () if trajectory is group.greedy else by
+                columns = {
+                    taker: kept_values(run_dir, taker, group, trajectory.index)
+                    for taker in trained
+                    if taker in steps_with_values
+                }
+                yield Rollout(stage, planned, group, trajectory, columns, trained)
 
 
 def read_groups(run_dir: Path, stage: int, groups: Iterable[Taken]) -> list[Group]:
@@ -144,13 +153,13 @@ def read_groups(run_dir: Path, stage: int, groups: Iterable[Taken]) -> list[Grou
     missing."""
     wanted = list(groups)
     recorded: dict[tuple[int, int], Group] = {}
-    for planned in sorted({each.planned_step for each in wanted}):
+    for planned in sorted({entry.planned_step for entry in wanted}):
         path = run_dir / "rollouts" / f"stage-{stage}" / f"step-{planned:06d}.msgpack"
-        slots = {(each.slot, each.attempt) for each in wanted if each.planned_step == planned}
+        slots = {(entry.slot, entry.attempt) for entry in wanted if entry.planned_step == planned}
         for offset, group in read_recorded(path) if path.is_file() else ():
             if (place := (group.slot, group.attempt)) in slots:
                 recorded[place] = read_record(path, offset)
-    lost = [each for each in wanted if (each.slot, each.attempt) not in recorded]
+    lost = [entry for entry in wanted if (entry.slot, entry.attempt) not in recorded]
     if lost:
         raise DataError(
             f"{len(wanted)} group(s) of stage {stage} that a train step took",
@@ -158,7 +167,7 @@ def read_groups(run_dir: Path, stage: int, groups: Iterable[Taken]) -> list[Grou
             f"attempt {lost[0].attempt}, in step-{lost[0].planned_step:06d}.msgpack",
             "put the file back: without it neither the step nor what follows from it can be computed again",
         )
-    return [recorded[each.slot, each.attempt] for each in wanted]
+    return [recorded[entry.slot, entry.attempt] for entry in wanted]
 
 
 def planned_steps(run_dir: Path) -> list[int]:
@@ -206,12 +215,12 @@ class RecordedGroups:
 
         Raises RunDirError if the step has no groups.
         """
-        stage, taken = _taken(self.run_dir).get(step, (None, ()))
+        stage, groups = _taken(self.run_dir).get(step, (None, ()))
         places: dict[Attempt, Place] = {}
         for place in self._places(_journals_of(self.run_dir, journals(self.run_dir), {step})):
             if step in place.takers or (place.planned_step == step and not place.takers):
                 places[place.stage, place.slot, place.attempt] = place
-        order = {(stage, each.slot, each.attempt): n for n, each in enumerate(taken)}
+        order = {(stage, group.slot, group.attempt): n for n, group in enumerate(groups)}
         chosen = sorted(places.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
         if not chosen:
             raise RunDirError(f"the rollouts of step {step} of {self.run_dir}", "none", "choose another step")
@@ -276,9 +285,9 @@ def _recorded_journals(run_dir: Path) -> list[Journal]:
 
 def _journals_of(run_dir: Path, files: Iterable[Journal], steps: Collection[int] | None) -> Iterator[Journal]:
     """Yields the files that hold groups of these train steps: those planned for one, and those that one took."""
-    taken = [_taken(run_dir).get(step, (0, ())) for step in steps or ()]
-    holding = {(stage, each.planned_step) for stage, groups in taken for each in groups}
-    return (each for each in files if steps is None or each[1] in steps or each[:2] in holding)
+    taken_by_step = [_taken(run_dir).get(step, (0, ())) for step in steps or ()]
+    holding = {(stage, group.planned_step) for stage, groups in taken_by_step for group in groups}
+    return (journal for journal in files if steps is None or journal[1] in steps or journal[:2] in holding)
 
 
 @cached_while_unchanged(STEPS)
@@ -296,7 +305,7 @@ def taken_groups(run_dir: Path, step: int) -> tuple[Taken, ...]:
 @cached_while_unchanged(STEPS)
 def _taken(run_dir: Path) -> Mapping[int, tuple[int, tuple[Taken, ...]]]:
     """Returns train step -> (stage, the groups it took), by steps.jsonl."""
-    return {step: (each.stage, each.taken) for step, each in step_records(run_dir).items() if each.taken}
+    return {step: (record.stage, record.taken) for step, record in step_records(run_dir).items() if record.taken}
 
 
 @cached_while_unchanged(STEPS)
@@ -304,8 +313,8 @@ def _takers(run_dir: Path) -> Mapping[Attempt, tuple[int, ...]]:
     """Returns the train steps that took each group, in order."""
     takers = defaultdict[Attempt, tuple[int, ...]](tuple)
     for step, (stage, groups) in _taken(run_dir).items():
-        for each in groups:
-            takers[stage, each.slot, each.attempt] += (step,)
+        for group in groups:
+            takers[stage, group.slot, group.attempt] += (step,)
     return dict(takers)
 
 
@@ -320,6 +329,7 @@ def _records(path: Path) -> list[tuple[int, int, int, int]]:
         while offset + _HEADER.size <= size:
             length, checksum = _HEADER.unpack_from(data, offset)
             start = offset + _HEADER.size
+            # The run is writing this record.
             if start + length > size:
                 break
             slot, attempt = _identity(data[start : start + min(length, _PEEK)])
@@ -330,6 +340,7 @@ def _records(path: Path) -> list[tuple[int, int, int, int]]:
 
 def _identity(beginning: bytes) -> tuple[int, int]:
     """Returns (slot, attempt) of a packed group, which are among its first entries."""
+    # Unpacked entry by entry: the beginning of a record is no complete map.
     unpacker = msgpack.Unpacker(strict_map_key=False)
     unpacker.feed(beginning)
     unpacker.read_map_header()

@@ -152,18 +152,18 @@ class RecordedRun:
     def advantages(self, step: int) -> Mapping[Member, float]:
         """Returns the mean advantage of each rollout that a train step trained on. Empty if the run did not keep the
         advantages and the rewards do not determine them."""
-        kept = kept_means(self.path, step, "advantages")
-        return kept or {member: _mean(parts) for member, parts in _estimated(self.path, step).items()}
+        kept_advantages = kept_means(self.path, step, "advantages")
+        return kept_advantages or {member: _mean(parts) for member, parts in _estimated(self.path, step).items()}
 
     def rollout(self, place: Place, group: Group, trajectory: Trajectory, step: int | None = None) -> Rollout:
         """Returns a rollout of a group with the values that a train step computed for it. With None, or a step that did
         not take the group, uses every step that took it."""
         steps = place.takers if step is None or step not in place.takers else (step,)
-        kept: dict[int, tuple[Columns, ...]] = {}
+        values_by_step: dict[int, tuple[Columns, ...]] = {}
         for taker in () if trajectory is group.greedy else steps:
             estimated = _estimated(self.path, taker).get((group.slot, group.attempt, trajectory.index), ())
-            kept[taker] = kept_values(self.path, taker, group, trajectory.index) or estimated
-        return Rollout(place.stage, place.planned_step, group, trajectory, kept, place.takers)
+            values_by_step[taker] = kept_values(self.path, taker, group, trajectory.index) or estimated
+        return Rollout(place.stage, place.planned_step, group, trajectory, values_by_step, place.takers)
 
     # ----------------------------------------------------------------------- metrics and end
 
@@ -236,7 +236,7 @@ def _estimated(run_dir: Path, step: int) -> Estimates:
     try:
         algorithm = algorithm_of(run.stage_config(step))
         derived = algorithm.estimator is not None and not algorithm.advantage_needs and not algorithm.state()
-        if not derived or len(places) < sum(each.slot >= 0 for each in taken_groups(run_dir, step)):
+        if not derived or len(places) < sum(group.slot >= 0 for group in taken_groups(run_dir, step)):
             return {}
         groups, _ = algorithm.filter([run.groups.group(place) for place in places])
         batch, _ = algorithm.advantages(algorithm.batch(groups))

@@ -23,7 +23,7 @@ from trivium.buffers.step_log import STEPS, StepLog, read_steps
 from trivium.config import config_from_mapping
 from trivium.foundation.atomic import MANIFEST
 from trivium.foundation.errors import DataError, RunDirError
-from trivium.inspection.replay_step import Replay, replay
+from trivium.inspection.replay_step import StepReplay, replay
 from trivium.inspection.rollouts import read_rollouts
 from trivium.runtime.launch import run
 from trivium.schedule import Schedule
@@ -86,7 +86,7 @@ def copied(sums: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sums, tmp_path / "copied"))
 
 
-def statuses(result: Replay) -> dict[str, str]:
+def statuses(result: StepReplay) -> dict[str, str]:
     return {name: stage.status for name, stage in result.comparison.stages.items()}
 
 
@@ -100,7 +100,7 @@ def test_a_hundred_rollouts_and_five_whole_steps_are_equal_bit_for_bit(sums: Pat
             assert found.pop("advantage") == "equal"
             assert set(found.values()) == {"equal"}, result.text
             rollouts += result.rollouts
-            assert {"policy"} <= set(result.own)
+            assert {"policy"} <= set(result.chosen_metrics)
     assert rollouts >= 90
 
 
@@ -110,8 +110,8 @@ def test_a_task_is_replayed_with_its_own_loss_and_gradient(sums: Path) -> None:
     assert result.ok, result.text
     assert result.rollouts == 4
     assert statuses(result)["update"] == "not compared"
-    assert result.own["policy"]["train/grad_norm/policy"] > 0
-    assert result.own["critic"]["train/grad_norm/value"] > 0
+    assert result.chosen_metrics["policy"]["train/grad_norm/policy"] > 0
+    assert result.chosen_metrics["critic"]["train/grad_norm/value"] > 0
     with refused(RunDirError, "'other'"):
         replay(sums, 4, task="other")
 

@@ -182,10 +182,10 @@ def test_a_step_shows_what_it_took_and_what_nothing_else_took(tmp_path: Path) ->
     assert where(list(read_rollouts(tmp_path, step=2))) == [(1, 1, (1, 2)), (0, 0, (2,)), (3, 0, (2,))]
     everything = list(read_rollouts(tmp_path))
     assert where(everything)[-1] == (2, 0, ())
-    assert [rollout.kept == {} for rollout in everything] == [True, False, False, False, True, True]
+    assert [rollout.values_by_step == {} for rollout in everything] == [True, False, False, False, True, True]
     replayed = everything[1]
     assert replayed.sequences[0].columns["advantages"].tolist() == [0.5] * 3  # of the first of its steps
-    assert replayed.kept[2][0]["advantages"].tolist() == [0.75] * 3
+    assert replayed.values_by_step[2][0]["advantages"].tolist() == [0.75] * 3
     learn(tmp_path, 1, again, fresh, advantage=0.25)  # a resumed run trains the step again
     assert next(read_rollouts(tmp_path, task="task-2")).sequences[0].columns["advantages"].tolist() == [0.25] * 3
 
@@ -200,9 +200,9 @@ def test_several_sequences_failures_and_greedy_rollouts_keep_their_places(tmp_pa
     first, second, third = read_rollouts(tmp_path)
     assert [sequence.tokens.tolist() for sequence in first.sequences] == [[1, 2, 5, 3], [7, 8, 9]]
     assert [len(sequence.columns["advantages"]) for sequence in first.sequences] == [4, 3]
-    assert second.kept == {1: ()}
+    assert second.values_by_step == {1: ()}
     assert second.sequences[0].columns == {}
-    assert (first.greedy, third.greedy, third.kept) == (False, True, {})
+    assert (first.greedy, third.greedy, third.values_by_step) == (False, True, {})
     assert [rollout.trajectory.index for rollout in read_rollouts(tmp_path, failed=True)] == [1]
     (thought,) = json_of(third, lambda tokens: "Hm <think>" if list(tokens) == [1] else "")["turns"]
     assert [call["name"] for call in thought["calls"]] == ["f"]

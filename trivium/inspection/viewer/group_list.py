@@ -70,29 +70,30 @@ class GroupList:
             rows = [(self.row(place, means), place) for place in places]
             rows = [(row, place) for row, place in rows if _matches(row, query)]
             if query.sort in SORTS:
-                rows.sort(key=lambda each: SORTS[query.sort](each[0]), reverse=query.descending)
+                rows.sort(key=lambda row_and_place: SORTS[query.sort](row_and_place[0]), reverse=query.descending)
             places = [place for _, place in rows]
         first = max(0, query.first)
-        shown = places[first : first + min(max(1, query.count), _LARGEST_PAGE)]
-        rows = [self.row(place, means) for place in shown]
+        page = places[first : first + min(max(1, query.count), _LARGEST_PAGE)]
+        rows = [self.row(place, means) for place in page]
         return {"total": total, "matching": len(places), "first": first, "rows": rows}
 
     def row(self, place: Place, means: Means) -> dict[str, Any]:
         """Returns the row of a group, with the advantages that a step computed."""
         with self._lock:
-            known = self._rows.get(place.record)
-        if known is None:
-            known = group_row(place, self._run.groups.group(place), {})
+            row = self._rows.get(place.record)
+        if row is None:
+            # Read outside the lock, so that other requests do not wait for the file.
+            row = group_row(place, self._run.groups.group(place), {})
             with self._lock:
-                self._rows[place.record] = known
+                self._rows[place.record] = row
                 while len(self._rows) > _CACHED_ROWS:
                     self._rows.popitem(last=False)
         members = [
             member if member["greedy"] else {**member, "advantage": means.get((place.slot, place.attempt, n))}
-            for member in known["members"]
+            for member in row["members"]
             for n in (member["index"],)
         ]
-        return {**known, "steps": list(place.takers), "members": members}
+        return {**row, "steps": list(place.takers), "members": members}
 
     def tasks(self, step: int) -> list[str]:
         """Returns the ids of the tasks of a step, sorted."""

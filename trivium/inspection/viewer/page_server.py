@@ -60,6 +60,7 @@ class Guarded:
         if scope["method"] not in ("GET", "HEAD"):
             return _plain(405, "the page only reads")
         token = scope["path"].removeprefix("/").partition("/")[0]
+        # Takes as long for a wrong first character as for a wrong last one, so that its time does not tell the token.
         if not hmac.compare_digest(token.encode(), self._token.encode()):
             return _plain(
                 404, "the token in the address is missing or wrong: open the whole address that `trivium view` printed"

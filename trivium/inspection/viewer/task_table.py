@@ -57,13 +57,13 @@ class TaskTable:
         matching = [row for row in rows if wanted in f"{row['task']}\n{row['prompt']}".casefold()]
         if sort in SORTS:
             matching.sort(key=SORTS[sort], reverse=descending)
-        shown = matching[first : first + count]
-        return {"total": len(rows), "matching": len(matching), "first": first, "graded": graded, "rows": shown}
+        page = matching[first : first + count]
+        return {"total": len(rows), "matching": len(matching), "first": first, "graded": graded, "rows": page}
 
     def _rows(self) -> tuple[list[dict[str, Any]], bool]:
         stages = self._run.config.stage_configs()
         with self._lock:  # one request reads the groups, concurrent ones wait
-            results = [(self._result(each, stages[each.stage]), each) for each in self._run.groups.of_run()]
+            results = [(self._result(place, stages[place.stage]), place) for place in self._run.groups.of_run()]
         graded, rows = any(result.partial for result, _ in results), dict[tuple[str, str], dict[str, Any]]()
         for result, place in results:
             value = result.reward if graded else result.success
@@ -74,9 +74,9 @@ class TaskTable:
                 step = place.takers[0] if place.takers else place.planned_step
                 group = f"{place.stage}.{place.slot}.{place.attempt}"
                 row["steps"].setdefault(step, (group, list[float]()))[1].append(value)
-        known = self._known()
+        estimates = self._known()
         for row in rows.values():
-            if (task := known.get((row["taskset"], row["task"]))) is not None:
+            if (task := estimates.get((row["taskset"], row["task"]))) is not None:
                 row |= {"expected": task["alpha"] / (task["alpha"] + task["beta"]), "retired": task["retired"]}
             row["points"] = [
                 {"step": step, "value": sum(values) / len(values), "group": group}
@@ -88,8 +88,8 @@ class TaskTable:
         """What the curriculum of the newest checkpoint knows about each task, by (taskset, task)."""
         latest = self._run.store.latest()
         curriculum = None if latest is None else latest.state.get("curriculum")
-        known = {} if curriculum is None else curriculum["known"]
-        rows = (dict(zip(known, values, strict=True)) for values in zip(*known.values(), strict=True))
+        columns = {} if curriculum is None else curriculum["known"]
+        rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         return {("train", row["task"]): row for row in rows}
 
     def _result(self, place: Place, config: RunConfig) -> _Result:
@@ -102,8 +102,8 @@ class TaskTable:
                 task=task.task_id,
                 prompt=(task.prompt[-1].content if task.prompt else "")[:_PROMPT],
                 rollouts=len(members),
-                success=sum(is_right(each, threshold) for each in members) / max(1, len(members)),
-                reward=sum(each.reward for each in alive) / len(alive) if alive else None,
-                partial=any(is_partial(each, threshold) for each in alive),
+                success=sum(is_right(member, threshold) for member in members) / max(1, len(members)),
+                reward=sum(member.reward for member in alive) / len(alive) if alive else None,
+                partial=any(is_partial(member, threshold) for member in alive),
             )
         return self._results[key]

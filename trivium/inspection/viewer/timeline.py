@@ -63,7 +63,7 @@ def lanes(run_dir: Path, start: float | None, stop: float | None) -> dict[str, A
         by_lane.setdefault(span.lane, [])
         if span.stop >= start and span.start <= stop:
             by_lane[span.lane].append(span)
-    shown = [
+    lane_values = [
         {
             "name": name,
             "rows": [_joined(row, start, (stop - start) / _PARTS) for row in _rows(by_lane[name])],
@@ -71,7 +71,7 @@ def lanes(run_dir: Path, start: float | None, stop: float | None) -> dict[str, A
         }
         for name in sorted(by_lane, key=_order)
     ]
-    return {"start": start, "stop": stop, "first": first, "last": last, "lanes": shown}
+    return {"start": start, "stop": stop, "first": first, "last": last, "lanes": lane_values}
 
 
 def _order(lane: str) -> tuple[int, str]:
@@ -83,6 +83,7 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
     """Distributes spans to rows: a span that overlaps an earlier one, or lies within it, goes to the next row."""
     rows: list[list[Span]] = []
     for span in spans:
+        # Numbers of the size of `time.time` are 2e-7 s apart, so a span may seem to begin before its predecessor ends.
         row = next((row for row in rows if row[-1].stop <= span.start + 1e-6), None)
         if row is None:
             rows.append(row := [])
@@ -104,7 +105,7 @@ def _joined(row: Sequence[Span], start: float, shortest: float) -> list[list[Any
         else:
             seconds = {span.name: length}
             result.append([begins, ends, span.name, int(length < shortest), span.about])
-    return [[*each[:3], max(1, each[3]), *([each[4]] if each[3] <= 1 and each[4] else [])] for each in result]
+    return [[*entry[:3], max(1, entry[3]), *([entry[4]] if entry[3] <= 1 and entry[4] else [])] for entry in result]
 
 
 def _busy(spans: Iterable[Span], start: float, stop: float) -> float:
@@ -129,7 +130,9 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
     for name, number in processes.items():
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
     thread = 0
-    for process, lane in sorted({(span.process, span.lane) for span in spans}, key=lambda each: _order(each[1])):
+    for process, lane in sorted(
+        {(span.process, span.lane) for span in spans}, key=lambda process_and_lane: _order(process_and_lane[1])
+    ):
         rows = _rows([span for span in spans if (span.process, span.lane) == (process, lane)])
         for depth, row in enumerate(rows):
             thread += 1

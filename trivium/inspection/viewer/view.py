@@ -70,6 +70,6 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     if len(set(parts)) < len(parts):
         raise ConfigError("runs to view side by side", "one of them is named twice", "name each run once")
     number = 1
-    while len({each[-number:] for each in parts}) < len(parts):
+    while len({path_parts[-number:] for path_parts in parts}) < len(parts):
         number += 1
-    return ["/".join(each[-number:]) for each in parts]
+    return ["/".join(path_parts[-number:]) for path_parts in parts]

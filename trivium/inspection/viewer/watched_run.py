@@ -45,7 +45,7 @@ class WatchedRun:
             "path": str(self.path),
             "charts": charts,
             "keys": keys,
-            "marks": [{"step": each.step, "kind": each.kind, "text": each.text} for each in marks(self.run)],
+            "marks": [{"step": mark.step, "kind": mark.kind, "text": mark.text} for mark in marks(self.run)],
             "planned_steps": self.run.stage_bounds[-1],
             "config": self.run.config_file.read_text(encoding="utf-8"),
             "settings": settings_of(self.path),
@@ -68,7 +68,7 @@ class WatchedRun:
         """Returns the points of these keys in the rows after the first `after` ones."""
         state = self.state()
         rows = self.run.rows()[after : state["rows"]]  # the next request asks for the rows after these
-        return {**state, "curves": {key: curve_values(each) for key, each in curves(rows, keys).items()}}
+        return {**state, "curves": {key: curve_values(curve) for key, curve in curves(rows, keys).items()}}
 
     def verdict(self) -> dict[str, Any]:
         """Returns the bottleneck, the problems and the objective of the run. Reads rollouts and builds the
@@ -82,7 +82,7 @@ class WatchedRun:
 
     def _diagnosed(self) -> dict[str, Any]:
         report = diagnose(self.path)
-        findings = [{"rule": each.where, "figures": each.found, "do": each.do} for each in report.findings]
+        findings = [{"rule": finding.where, "figures": finding.found, "do": finding.do} for finding in report.findings]
         return {"findings": findings, "no_findings": report.no_findings}
 
     def rollouts(self, step: int, place: Mapping[str, int], first: int, count: int) -> list[dict[str, Any]]:
