@@ -172,8 +172,10 @@ class ConsoleMonitor:
         if not self._console.is_terminal:
             pairs = zip(COLUMNS, cells(dict(metrics)), strict=True)
             named = [f"{title} {cell}" for (title, _, _), cell in pairs if cell]
-            left = [f"left {self._remaining.left()}"] if "time/step" in metrics and self._remaining.left() else []
-            self._print(f"step {self._remaining.place(step)}  " + "  ".join(named + left))
+            remaining_time = (
+                [f"left {self._remaining.left()}"] if "time/step" in metrics and self._remaining.left() else []
+            )
+            self._print(f"step {self._remaining.place(step)}  " + "  ".join(named + remaining_time))
             return
         self._steps[step] = {**self._steps.get(step, {}), **metrics}
         while len(self._steps) > self._rows:
@@ -228,15 +230,19 @@ class ConsoleMonitor:
     def _table(self) -> Group:
         steps = sorted(self._steps.items())  # a copy, because another thread draws
         rows = [(step, cells(row)) for step, row in steps]
-        shown = [place for place in range(len(COLUMNS)) if any(row[place] for _, row in rows)]
+        columns = [place for place in range(len(COLUMNS)) if any(row[place] for _, row in rows)]
         at = self._remaining.place(steps[-1][0]) if steps else ""
-        parts = (self._title, f"step {at}" if at else "", f"{left} left" if (left := self._remaining.left()) else "")
+        parts = (
+            self._title,
+            f"step {at}" if at else "",
+            f"{remaining_time} left" if (remaining_time := self._remaining.left()) else "",
+        )
         title = Text("  ".join(part for part in parts if part), style="italic")
         table = Table(box=None, pad_edge=False)
-        for name in ("step", *(COLUMNS[place][0] for place in shown)) if steps else ():
+        for name in ("step", *(COLUMNS[place][0] for place in columns)) if steps else ():
             table.add_column(name, justify="right", no_wrap=True)
         for step, row in rows:
-            table.add_row(str(step), *(row[place] for place in shown))
+            table.add_row(str(step), *(row[place] for place in columns))
         return Group(title, table, self._bars.progress)
 
 
@@ -300,10 +306,12 @@ class _Bars:
         self._tasks: dict[Activity, TaskID] = {}
 
     def show(self, activities: Sequence[Activity]) -> None:
-        for each in activities:
-            if each not in self._tasks:
-                self._tasks[each] = self.progress.add_task(each.name, total=None, count="")
-            self.progress.update(self._tasks[each], total=each.total, completed=each.finished, count=_count(each))
+        for activity in activities:
+            if activity not in self._tasks:
+                self._tasks[activity] = self.progress.add_task(activity.name, total=None, count="")
+            self.progress.update(
+                self._tasks[activity], total=activity.total, completed=activity.finished, count=_count(activity)
+            )
         for ended in self._tasks.keys() - set(activities):
             self.progress.remove_task(self._tasks.pop(ended))
 
@@ -318,25 +326,25 @@ class _Lines:
 
     def show(self, activities: Sequence[Activity]) -> None:
         now = time.monotonic()
-        for each in activities:
-            if now - self.spoken.setdefault(each, each.began) >= _QUIET_S:
-                self.spoken[each] = now
-                title = f"{each.name} ({each.phase})" if each.phase else each.name
-                self._say(f"{title}: {_count(each) and f'{_count(each)} after '}{_clock(now - each.began)}")
+        for activity in activities:
+            if now - self.spoken.setdefault(activity, activity.began) >= _QUIET_S:
+                self.spoken[activity] = now
+                title = f"{activity.name} ({activity.phase})" if activity.phase else activity.name
+                self._say(f"{title}: {_count(activity) and f'{_count(activity)} after '}{_clock(now - activity.began)}")
         for ended in self.spoken.keys() - set(activities):
             del self.spoken[ended]
             if now - ended.began >= _QUIET_S:
                 self._say(f"{ended.name}: took {_clock(now - ended.began)}")
 
 
-def _count(each: Activity) -> str:
-    return "" if each.total is None else f"{each.finished} of {each.total} {each.unit}".strip()
+def _count(activity: Activity) -> str:
+    return "" if activity.total is None else f"{activity.finished} of {activity.total} {activity.unit}".strip()
 
 
 def _clock(seconds: float) -> str:
-    minutes, left = divmod(round(seconds), 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _planned(run_dir: Path) -> tuple[int | None, list[int]]:

@@ -13,7 +13,7 @@ from trivium.protocols import FileMonitor, Monitor
 def file_monitors(monitor: Monitor) -> list[FileMonitor]:
     """Returns the monitors behind a monitor that keep files."""
     behind = monitor.monitors if isinstance(monitor, FanOut) else (monitor,)
-    return [each for each in behind if isinstance(each, FileMonitor)]
+    return [inner for inner in behind if isinstance(inner, FileMonitor)]
 
 
 class FanOut:
@@ -49,10 +49,10 @@ class FanOut:
                 stack.callback(monitor.close)
 
     def _named(self) -> list[tuple[str, Monitor]]:
-        seen: dict[str, int] = {}
+        counts: dict[str, int] = {}
         named: list[tuple[str, Monitor]] = []
         for monitor in self.monitors:
             name = f"{type(monitor).__module__}:{type(monitor).__qualname__}"
-            number = seen[name] = seen.get(name, 0) + 1
+            number = counts[name] = counts.get(name, 0) + 1
             named.append((name if number == 1 else f"{name}#{number}", monitor))
         return named

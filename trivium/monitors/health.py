@@ -348,10 +348,10 @@ def dead_component(evidence: Evidence) -> Iterator[Problem]:
     """A component of the reward has been constant for 10 steps while others vary: it does not influence training."""
     keys = sorted({key for row in evidence.rows[-2 * WINDOW :] for key in row if key.startswith("reward/component/")})
     values = {key: evidence.values(key)[-2 * WINDOW :] for key in keys}
-    dead = [key for key, each in values.items() if len(each) >= 2 * WINDOW and max(each) == min(each)]
+    dead = [key for key, series in values.items() if len(series) >= 2 * WINDOW and max(series) == min(series)]
     if dead and len(dead) < len(keys):
-        shown = ", ".join(f"{key.removeprefix('reward/component/')} ({values[key][-1]:g})" for key in dead)
-        found = f"constant for {2 * WINDOW} steps: {shown}"
+        constants = ", ".join(f"{key.removeprefix('reward/component/')} ({values[key][-1]:g})" for key in dead)
+        found = f"constant for {2 * WINDOW} steps: {constants}"
         yield wrong(found, "check the reward on a few completions, or leave it out")
 
 
@@ -392,7 +392,9 @@ def duplicated_rollouts(evidence: Evidence) -> Iterator[Problem]:
 def _repeated(group: Group) -> tuple[int, int]:
     """Returns (number of completions of at least 8 tokens that repeat another one, number of all of at least 8
     tokens)."""
-    texts = [tuple(turn.tokens.tobytes() for turn in each.turns) for each in group.alive if each.num_tokens >= 8]
+    texts = [
+        tuple(turn.tokens.tobytes() for turn in rollout.turns) for rollout in group.alive if rollout.num_tokens >= 8
+    ]
     return len(texts) - len(set(texts)), len(texts)
 
 

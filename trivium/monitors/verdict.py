@@ -97,13 +97,13 @@ def verdict(seconds: Mapping[str, float], total: float, config: RunConfig | None
     """Describes in one line what bounds a run of `total` seconds, given the seconds of its phases (named as in
     `time/`), with the advice that applies to a stage of the config: all of it if the config is unknown."""
     spent: dict[str, float] = {}
-    for name, taken in seconds.items():
+    for name, phase_s in seconds.items():
         kind = name.partition("/")[0]
         if kind in BOUNDS:
-            spent[kind] = spent.get(kind, 0.0) + taken
+            spent[kind] = spent.get(kind, 0.0) + phase_s
     if not spent or total <= 0:
         return "nothing was measured"
-    shares = {kind: taken / total for kind, taken in sorted(spent.items(), key=lambda item: -item[1])}
+    shares = {kind: kind_s / total for kind, kind_s in sorted(spent.items(), key=lambda item: -item[1])}
     first = next(iter(shares))
     rest = [f"{BOUNDS[kind][0]} {share:.0%}" for kind, share in shares.items() if kind != first and share >= 0.005]
     unmeasured = max(0.0, 1 - sum(shares.values()))
@@ -116,7 +116,7 @@ def verdict(seconds: Mapping[str, float], total: float, config: RunConfig | None
 
 def _that_apply(advice: Iterable[Advice], config: RunConfig | None) -> list[str]:
     stages = None if config is None else [_on_this_machine(stage) for stage in config.stage_configs()]
-    return [each.do for each in advice if stages is None or any(map(each.applies, stages))]
+    return [remedy.do for remedy in advice if stages is None or any(map(remedy.applies, stages))]
 
 
 def _on_this_machine(stage: RunConfig) -> RunConfig:

@@ -75,6 +75,7 @@ class WandbMonitor:
                 config=settings_of(run_dir),
                 id=remembered(run_dir / "wandb" / "run-id", resume_step, new_id),
                 resume="allow",
+                # A process may train several runs: by default, `init` would return the one before.
                 reinit="create_new",
                 settings=settings,
             )

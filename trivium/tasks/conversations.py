@@ -15,24 +15,24 @@ ReadMessages = Callable[[object, str, list[Media]], tuple[Message, ...]]
 
 
 def sides_of(
-    where: str, row: Mapping[str, Any], names: Sequence[str], read: Reader, messages_of: ReadMessages, prompt: object
+    where: str, row: Mapping[str, Any], names: Sequence[str], reader: Reader, messages_of: ReadMessages, prompt: object
 ) -> dict[str, tuple[Message, ...]]:
     """The conversation in each of the columns.
 
     A column holds messages, whose images are parts or in the column `<name>_images`; or only images, which are added to
     the `prompt`. Raises DataError for anything else.
     """
-    return {name: _side(f"{where}, {name!r}", row, name, read, messages_of, prompt) for name in names}
+    return {name: _side(f"{where}, {name!r}", row, name, reader, messages_of, prompt) for name in names}
 
 
 def _side(
-    where: str, row: Mapping[str, Any], name: str, read: Reader, messages_of: ReadMessages, prompt: object
+    where: str, row: Mapping[str, Any], name: str, reader: Reader, messages_of: ReadMessages, prompt: object
 ) -> tuple[Message, ...]:
     value = row.get(name)
     if _is_conversation(value):
-        images = row_images(row.get(f"{name}_images"), f"{where}_images", read)
+        images = row_images(row.get(f"{name}_images"), f"{where}_images", reader)
     else:
-        images, value = row_images(value, where, read), prompt
+        images, value = row_images(value, where, reader), prompt
         if not images or prompt is None:
             raise DataError(
                 f"a conversation at {where}",

@@ -151,6 +151,7 @@ class Learned(AdaptiveCurriculum):
         scores, temperature = self.score(self.record, slot), self.config.temperature
         noise = uniforms(np.uint64(stream(*self._address, slot)), np.arange(len(scores)))
         if temperature:  # the largest of these keys are a draw without replacement (Gumbel top-k)
+            # The summand keeps a noise of exactly 0 out of the logarithm.
             scores = scores / temperature - np.log(-np.log(noise + 2.0**-54))
         order = np.lexsort((noise, -scores))
         active = order[~self.retired[order]]
@@ -165,24 +166,24 @@ class Learned(AdaptiveCurriculum):
             if successes and place is not None:
                 members.setdefault(place, []).extend(successes)
                 visits.setdefault(place, []).append(fmean(successes))
-        places, rates = np.array([*members], np.int64), np.array([fmean(each) for each in members.values()])
-        numbers = np.array([len(each) for each in members.values()], np.float64)
+        places, rates = np.array([*members], np.int64), np.array([fmean(successes) for successes in members.values()])
+        numbers = np.array([len(successes) for successes in members.values()], np.float64)
         record, bound = self.record, math.inf if self.config.retire_above is None else self.config.retire_above
         self._learn(places, rates, numbers)
-        for place, each in visits.items():
-            record.visits[place] += len(each)
-            record.rate[place] = each[-1]
-            for rate in each:
+        for place, visit_rates in visits.items():
+            record.visits[place] += len(visit_rates)
+            record.rate[place] = visit_rates[-1]
+            for rate in visit_rates:
                 record.solved[place] = record.solved[place] + 1 if rate >= bound else 0
         return self._metrics(rates)
 
     def _learn(self, places: npt.NDArray[np.int64], rates: Floats, numbers: Floats) -> None:
         """Learns the success rates of the tasks at these places, each of a number of trajectories."""
         forget, record = self.config.forget, self.record
-        for known, share in ((record.alpha, rates), (record.beta, 1 - rates)):
-            known *= 1 - forget
-            known += forget
-            known[places] += share * numbers
+        for estimate, share in ((record.alpha, rates), (record.beta, 1 - rates)):
+            estimate *= 1 - forget
+            estimate += forget
+            estimate[places] += share * numbers
 
     def _success(self, reward: float) -> float:
         if self.config.threshold is None:
@@ -207,9 +208,9 @@ class Learned(AdaptiveCurriculum):
         record = self.record
         changed = (record.visits > 0) | (record.alpha != 1) | (record.beta != 1)
         places = np.flatnonzero(changed)
-        known = {field.name: getattr(record, field.name)[places].tolist() for field in fields(Record)}
+        learned = {field.name: getattr(record, field.name)[places].tolist() for field in fields(Record)}
         ids = [self.tasks[place].task_id for place in places.tolist()]
-        return {**super().state(), "known": {"task": ids, "retired": self.retired[places].tolist(), **known}}
+        return {**super().state(), "known": {"task": ids, "retired": self.retired[places].tolist(), **learned}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
@@ -269,6 +270,7 @@ class SuccessRate(Learned):
             return
         weak, strong = self._references
         low, high = float(weak[places].mean()), float(strong[places].mean())
+        # The summand is for tasks that both references solve equally often.
         position = (float(rates.mean()) - low) / (high - low + 1e-6)
         self._position = position if self._position is None else _TRUST * self._position + (1 - _TRUST) * position
         predicted = np.clip((strong - weak) * self._position + weak, 0, 1)

@@ -82,6 +82,7 @@ def _parsed(where: str, line: bytes) -> object:
         do = "write one object per line, as with `jq -c '.[]'`"
         raise DataError(f"a row at {where}", "a list, on one line or over the whole file", do)
     try:
+        # The first line of a file may begin with a byte order mark.
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         found = f"byte {line[error.start : error.start + 1]!r} of {line.strip()[:60]!r} is not UTF-8"

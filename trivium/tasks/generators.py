@@ -189,12 +189,12 @@ def _interleaved(weights: Mapping[str, float], size: int) -> list[tuple[str, int
     """(name, how often it occurred before) for each of `size` places. A place goes to the name that is furthest behind
     its share."""
     total = sum(weights.values())
-    taken = dict.fromkeys(weights, 0)
+    counts = dict.fromkeys(weights, 0)
     order: list[tuple[str, int]] = []
     for place in range(1, size + 1):
-        name = max(weights, key=lambda key: place * weights[key] / total - taken[key])
-        order.append((name, taken[name]))
-        taken[name] += 1
+        name = max(weights, key=lambda key: place * weights[key] / total - counts[key])
+        order.append((name, counts[name]))
+        counts[name] += 1
     return order
 
 
@@ -256,10 +256,10 @@ class PythonTasks(RowTasks):
         return self.config.source
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        made = function_of(self.config)(**self.config.args)
-        if not isinstance(made, Iterable):
-            raise DataError(f"rows or Tasks from {self.origin}", type(made).__name__, "return a list, or yield them")
-        for number, row in enumerate(made):
+        rows = function_of(self.config)(**self.config.args)
+        if not isinstance(rows, Iterable):
+            raise DataError(f"rows or Tasks from {self.origin}", type(rows).__name__, "return a list, or yield them")
+        for number, row in enumerate(rows):
             yield f"{self.origin}, row {number}", row
 
     def task_of(self, where: str, row: object) -> Task:

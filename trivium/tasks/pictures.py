@@ -91,6 +91,7 @@ def _text(value: str, where: str, root: Path | None) -> Media:
     if scheme == "data":
         return _data_uri(value, where)
     data = _base64(value)
+    # A short path may be base64 as well: what counts is that the bytes are an image.
     if data is not None and _mime(data) is not None:
         return _media(data, where)
     return _file(os.fsdecode(unquote_to_bytes(value[7:])) if value.startswith("file://") else value, where, root)
@@ -174,7 +175,7 @@ def _refuse_other_media(value: Mapping[Any, Any], where: str) -> None:
 # --------------------------------------------------------------------------- messages
 
 
-def read_content(content: object, where: str, read: Reader, images: list[Media] | None = None) -> Message | None:
+def read_content(content: object, where: str, reader: Reader, images: list[Media] | None = None) -> Message | None:
     """The content of a message, with its media, as a message without a role; None if it is neither text nor a list of
     parts.
 
@@ -205,7 +206,7 @@ def read_content(content: object, where: str, read: Reader, images: list[Media] 
             if kind not in ("image", "image_url", "input_image", None):
                 _refuse_other_media(part, here)
                 return None
-            media.append(read(part, here))
+            media.append(reader(part, here))
             texts.append(IMAGE)
     text = "".join(texts)
     if media and text.count(IMAGE) != len(media):
@@ -217,12 +218,12 @@ def read_content(content: object, where: str, read: Reader, images: list[Media] 
     return Message("", text, tuple(media))
 
 
-def row_images(value: object, where: str, read: Reader) -> list[Media]:
+def row_images(value: object, where: str, reader: Reader) -> list[Media]:
     """The images in a column of a row: one, several or none."""
     if value is None:
         return []
     values = value if isinstance(value, list | tuple) else [value]
-    return [read(item, f"{where}[{number}]") for number, item in enumerate(values)]
+    return [reader(item, f"{where}[{number}]") for number, item in enumerate(values)]
 
 
 def with_leading(messages: tuple[Message, ...], images: Sequence[Media], where: str) -> tuple[Message, ...]:
@@ -268,5 +269,5 @@ def _taken(images: list[Media] | None, count: int, where: str) -> Sequence[Media
             f"{count} marked there, and {len(images)} image(s) of the row left",
             "give the row as many images as its prompt marks",
         )
-    taken, images[:] = images[:count], images[count:]
-    return taken
+    next_images, images[:] = images[:count], images[count:]
+    return next_images

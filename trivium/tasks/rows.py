@@ -195,7 +195,7 @@ class RowTasks(ABC):
     def _read(self) -> Iterator[tuple[int, Task]]:
         """Yields (number of the row, task). Rows that cannot be read are counted, too."""
         stop = None if self.config.limit is None else self.config.skip + self.config.limit
-        seen: set[str] = set()
+        ids: set[str] = set()
         unmade = 0  # of `bad_rows`; `rows` has left out the others
         for place, (where, row) in islice(enumerate(self.rows(), 1), self.config.skip, stop):
             try:
@@ -205,11 +205,11 @@ class RowTasks(ABC):
                 unmade += 1
                 continue
             task_id, number = task.task_id, 1
-            while task_id in seen:
+            while task_id in ids:
                 number += 1
                 task_id = f"{task.task_id}-{number}"
             self.num_duplicates += number > 1
-            seen.add(task_id)
+            ids.add(task_id)
             yield place + len(self.bad_rows) - unmade, replace(task, task_id=task_id)
 
 
@@ -291,7 +291,7 @@ def _is_name(key: object) -> bool:
 
 
 def messages_of(
-    value: object, where: str, read: Reader = read_image, images: list[Media] | None = None
+    value: object, where: str, reader: Reader = read_image, images: list[Media] | None = None
 ) -> tuple[Message, ...]:
     """Converts a prompt column to messages: text is one user message, a list has {role, content} entries, with
     `tool_calls`, `tool_call_id`, `name` and `reasoning_content` as in a request to OpenAI's Chat Completions.
@@ -302,17 +302,17 @@ def messages_of(
     entries: Any = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(entries, list) or not entries:
         raise DataError(f"a prompt at {where}", f"{value!r:.80}", "give text or a list of {role, content} messages")
-    messages = [_message(entry, f"{where}, message {index}", read, images) for index, entry in enumerate(entries)]
+    messages = [_message(entry, f"{where}, message {index}", reader, images) for index, entry in enumerate(entries)]
     return with_calls(messages, entries)
 
 
-def _message(entry: object, where: str, read: Reader, images: list[Media] | None) -> Message:
+def _message(entry: object, where: str, reader: Reader, images: list[Media] | None) -> Message:
     message = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
     role = message.get("role")
-    known = {"role", "content", *MORE_KEYS.get(str(role), ())}
+    allowed = {"role", "content", *MORE_KEYS.get(str(role), ())}
     content = None
-    if role in _ROLES and set(message) <= known and ("content" in message or "tool_calls" in message):
-        content = read_content(message.get("content", ""), where, read, images)
+    if role in _ROLES and set(message) <= allowed and ("content" in message or "tool_calls" in message):
+        content = read_content(message.get("content", ""), where, reader, images)
     if content is None:
         raise DataError(
             f"a message at {where}",
@@ -329,14 +329,14 @@ def _without_sides(
     """Returns (the row without its `conversations` and their images, the messages of each conversation)."""
     if not config.conversations:
         return row, {}
-    column, read = config.prompt_column, image_reader(config.image_folder)
+    column, reader = config.prompt_column, image_reader(config.image_folder)
     prompt = row.get(column) if column is not None else _filled(where, config.template or "", dict(row))
 
     def messages_with(value: object, at: str, images: list[Media]) -> tuple[Message, ...]:
-        messages = messages_of(list(value) if isinstance(value, tuple) else value, at, read, images)
+        messages = messages_of(list(value) if isinstance(value, tuple) else value, at, reader, images)
         return messages if config.system is None else with_system(messages, config.system)
 
-    sides = sides_of(where, row, config.conversations, read, messages_with, prompt)
+    sides = sides_of(where, row, config.conversations, reader, messages_with, prompt)
     held = {name for side in sides for name in (side, f"{side}_images")}
     return {name: value for name, value in row.items() if name not in held}, sides
 
@@ -349,9 +349,9 @@ def _without_images(
     The remaining images are None if the row has no column of images.
     """
     row, images = dict(row), None
-    read, name = image_reader(config.image_folder), "images" if config.images is None else config.images
+    reader, name = image_reader(config.image_folder), "images" if config.images is None else config.images
     if name and (name in row or config.images is not None):
-        images = row_images(_column(where, row, name, "the images"), f"{where}, {name!r}", read)
+        images = row_images(_column(where, row, name, "the images"), f"{where}, {name!r}", reader)
         if images:
             row[name] = [{"mime": item.mime, "sha256": item.sha256} for item in images]
     prompt = config.prompt_column
@@ -360,7 +360,7 @@ def _without_images(
     in_parts = any(isinstance(entry, Mapping) and isinstance(entry.get("content"), list | tuple) for entry in entries)
     if prompt is None or value is None or not (images or in_parts):
         return row, None, images
-    messages = messages_of(list(entries) or value, f"{where}, {prompt!r}", read, images)
+    messages = messages_of(list(entries) or value, f"{where}, {prompt!r}", reader, images)
     row[prompt] = [message.entry() for message in messages]
     return row, messages, images
 
@@ -465,10 +465,12 @@ def _completion(where: str, row: Row, config: RowTasks.Config) -> Row:
 def _offer(where: str, columns: Row, name: str, value: object) -> None:
     """Sets a column. Keeps a different value of that name as `<name>_column`."""
     if name in columns and columns[name] != value:
-        kept = f"{name}_column"
-        if kept in columns:
+        renamed = f"{name}_column"
+        if renamed in columns:
             raise DataError(
-                f"another name for the column {name!r} at {where}", f"{kept!r} is a column too", f"rename {kept!r}"
+                f"another name for the column {name!r} at {where}",
+                f"{renamed!r} is a column too",
+                f"rename {renamed!r}",
             )
-        columns[kept] = columns[name]
+        columns[renamed] = columns[name]
     columns[name] = value

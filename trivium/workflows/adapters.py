@@ -54,10 +54,10 @@ class Translation:
 
     def messages(self, observation: object) -> tuple[Message, ...]:
         """The messages of an observation. Empty text is no message."""
-        seen = self._observe(observation)
-        if isinstance(seen, str):
-            return (Message("user", seen),) if seen else ()
-        return (seen,) if isinstance(seen, Message) else tuple(cast("Sequence[Message]", seen))
+        content = self._observe(observation)
+        if isinstance(content, str):
+            return (Message("user", content),) if content else ()
+        return (content,) if isinstance(content, Message) else tuple(cast("Sequence[Message]", content))
 
     def first(self, task: Task, observation: object) -> tuple[Message, ...]:
         """The task's messages followed by the first observation."""
@@ -74,14 +74,14 @@ class Translation:
         return (Message("user", f"error: {text_of(error)}"),), self._invalid_reward, False
 
 
-def continued(prompt: Sequence[Message], seen: Sequence[Message]) -> tuple[Message, ...]:
+def continued(prompt: Sequence[Message], further: Sequence[Message]) -> tuple[Message, ...]:
     """The prompt followed by further messages. Two texts of one role become one message."""
-    if not seen or not prompt:
-        return (*prompt, *seen)
-    last, new = prompt[-1], seen[0]
+    if not further or not prompt:
+        return (*prompt, *further)
+    last, new = prompt[-1], further[0]
     if last.role != new.role or last.media or new.media:
-        return (*prompt, *seen)
-    return (*prompt[:-1], Message(last.role, f"{last.content}\n\n{new.content}"), *seen[1:])
+        return (*prompt, *further)
+    return (*prompt[:-1], Message(last.role, f"{last.content}\n\n{new.content}"), *further[1:])
 
 
 def user_function(path: str | None) -> Callable[[Any], Any] | None:
@@ -111,20 +111,20 @@ def _plain(value: object) -> object:
 
 def seed_of(task: Task) -> int:
     """The column `seed`, or a number that follows from the id of the task. Raises DataError for another value."""
-    given = task.columns.get("seed")
-    if given is None:
+    value = task.columns.get("seed")
+    if value is None:
         return int.from_bytes(hashlib.blake2b(task.task_id.encode(), digest_size=4).digest(), "big")
-    if isinstance(given, int | float) and not isinstance(given, bool) and float(given).is_integer():
-        return int(given)
-    raise DataError(f"the column 'seed' of task {task.task_id!r}", described(given), "give a whole number")
+    if isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer():
+        return int(value)
+    raise DataError(f"the column 'seed' of task {task.task_id!r}", described(value), "give a whole number")
 
 
 def mapping_of(task: Task, column: str) -> Mapping[str, Any] | None:
     """The mapping in a column, None without one. Raises DataError for another value."""
-    given = task.columns.get(column)
-    if given is None or isinstance(given, Mapping):
-        return cast("Mapping[str, Any] | None", given)
-    raise DataError(f"the column {column!r} of task {task.task_id!r}", described(given), "give a mapping")
+    value = task.columns.get(column)
+    if value is None or isinstance(value, Mapping):
+        return cast("Mapping[str, Any] | None", value)
+    raise DataError(f"the column {column!r} of task {task.task_id!r}", described(value), "give a mapping")
 
 
 async def connected(

@@ -103,28 +103,29 @@ class Episodes(ABC):
 
     async def _made(self, task: Task, policy: Policy) -> Environment:
         """Makes an environment. One that is made only after its rollout has ended is closed at once."""
-        made, ended = dict[str, Environment](), threading.Event()
+        environments, ended = dict[str, Environment](), threading.Event()
 
         def make() -> None:
-            made["environment"] = self.make(policy)
+            environments["environment"] = self.make(policy)
             if (
-                ended.is_set() and (late := made.pop("environment", None)) is not None
+                ended.is_set() and (late := environments.pop("environment", None)) is not None
             ):  # only one of the two threads gets it
                 _close_here(late)
 
         try:
             await self._ask(f"{self._name}()", task, make, self.config.connect_deadline_s)
-            return made["environment"]
+            return environments["environment"]
         except BaseException:
+            # Also for a rollout that is cancelled: its environment may be made later.
             ended.set()
-            if (unused := made.pop("environment", None)) is not None:
+            if (unused := environments.pop("environment", None)) is not None:
                 await self._close(task, unused)
             raise
 
     async def _episode(self, task: Task, policy: Policy, environment: Environment) -> dict[str, float] | None:
         first = await self._ask(f"{self._name}.reset", task, environment.reset, self.config.connect_deadline_s, task)
-        seen = self._messages(first, task)
-        conversation, rewards, done = seen, list[float](), False
+        observation = self._messages(first, task)
+        conversation, rewards, done = observation, list[float](), False
         for _ in range(self._max_turns):
             if not conversation or conversation[-1].role == "assistant":
                 asked = f"{self._name} with a message for the policy to answer"
@@ -137,13 +138,13 @@ class Episodes(ABC):
                 break
             step = await self._ask(f"{self._name}.step", task, environment.step, self._step_s, turn.text)
             messages, reward, done = self._step(step, task)
-            policy.credit(turn, reward=reward or 0.0, state=_state(seen))
-            conversation, seen = (*conversation, Message("assistant", turn.text), *messages), messages
+            policy.credit(turn, reward=reward or 0.0, state=_state(observation))
+            conversation, observation = (*conversation, Message("assistant", turn.text), *messages), messages
             rewards += [] if reward is None else [reward]
             if done:
                 break
         policy.metrics["env_done"] = float(done)
-        policy.feedback = "\n".join(message.content for message in seen)
+        policy.feedback = "\n".join(message.content for message in observation)
         if isinstance(environment, FinishedEnvironment):
             finish = await self._ask(f"{self._name}.finish", task, environment.finish, self._end_s)
             reward, metrics = self._finish(finish, task)
@@ -173,6 +174,7 @@ class Episodes(ABC):
         except DataError as error:  # a row that does not fit the environment: its own text says what to change
             raise EnvironmentFailure(error.asked, error.found, error.do) from error
         except Exception as error:
+            # An environment may raise a TimeoutError of its own, which has a text or a cause.
             late = isinstance(error, TimeoutError) and error.__cause__ is None and not error.args
             found = f"{type(error).__name__}: {text_of(error)}"
             if late and seconds is not None:
@@ -246,7 +248,7 @@ def _readable(message: Message) -> Message:
     return replace(message, content=visible(message.content)) if is_half else message
 
 
-def _state(seen: Sequence[Message]) -> str:
+def _state(messages: Sequence[Message]) -> str:
     """The name of a state, which is equal for equal messages."""
-    shown: list[Any] = [[m.role, m.content, [item.sha256 for item in m.media]] for m in seen]
-    return hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).hexdigest()
+    entries: list[Any] = [[m.role, m.content, [item.sha256 for item in m.media]] for m in messages]
+    return hashlib.blake2b(json.dumps(entries).encode(), digest_size=8).hexdigest()

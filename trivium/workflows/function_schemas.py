@@ -86,11 +86,11 @@ def _parameter_texts(function: Callable[..., Any]) -> dict[str, str]:
 def _without_titles(schema: Any) -> Any:
     """The schema without the titles that pydantic derives from names."""
     if isinstance(schema, list):
-        return [_without_titles(each) for each in schema]
+        return [_without_titles(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: {name: _without_titles(each) for name, each in value.items()}
+        key: {name: _without_titles(subschema) for name, subschema in value.items()}
         if key in ("properties", "$defs") and isinstance(value, dict)
         else value
         if key in ("default", "const", "enum", "examples")  # values of the user, not schemas

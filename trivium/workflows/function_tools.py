@@ -92,11 +92,11 @@ class FunctionTool:
         """The result as text. Raises ToolError for invalid arguments, and for an error or a missed deadline of the
         function; RolloutError if no thread is free."""
         try:
-            given = self._arguments.model_validate(arguments).model_dump(mode="json", include=set(arguments))
+            checked = self._arguments.model_validate(arguments).model_dump(mode="json", include=set(arguments))
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            problems = (f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
             raise ToolError(f"invalid arguments: {'; '.join(problems)}") from error
-        result = await self._call(**given)
+        result = await self._call(**checked)
         if isinstance(result, RewardError):
             raise ToolError(result.found) from result  # the error of a function in another process
         if type(result) is RolloutError:

@@ -150,4 +150,4 @@ def action_of(space: Any) -> Callable[[str], Any]:
     def undefined(text: str) -> Any:
         raise ConfigError(f"actions of {space}", "no form as text", "set workflow.act: a function of yours")
 
-    return next((read for kind, read in kinds.items() if isinstance(space, kind)), undefined)
+    return next((reader for kind, reader in kinds.items() if isinstance(space, kind)), undefined)

@@ -127,8 +127,8 @@ class _Session:
                 raise EnvironmentFailure(f"the tool {name!r} of the MCP server", "no such tool", suggest(name, tools))
         if config.start_tool:
             named = tools[config.start_tool].parameters.get("properties", {})
-            given = {key: value for key, value in task.columns.items() if key in named}
-            self.opening = await self._called(config.start_tool, given)
+            arguments = {key: value for key, value in task.columns.items() if key in named}
+            self.opening = await self._called(config.start_tool, arguments)
         return [tool for name, tool in tools.items() if name not in (config.start_tool, config.reward_tool)]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -188,9 +188,10 @@ class _Session:
         """The tools of the server, from all pages of its list."""
         tools: list[Tool] = []
         cursor: str | None = None
+        # Bounded, since a faulty server may name a next page for ever.
         for _ in range(_MAX_PAGES):
             page = await self._client.list_tools(cursor=cursor)
-            tools += [Tool(each.name, each.description or "", each.input_schema) for each in page.tools]
+            tools += [Tool(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
             cursor = page.next_cursor
             if cursor is None:
                 break

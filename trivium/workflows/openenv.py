@@ -110,8 +110,8 @@ class _Session:
 
         what = f"the environment server {self._url}"
         refused = (OSError, ConnectionClosed, InvalidMessage, _NotReady, _Full)
-        seen = await connected(what, begin, refused, self._connect_s)
-        return await self._run(self._translation.first, task, seen.get("observation"))
+        observed = await connected(what, begin, refused, self._connect_s)
+        return await self._run(self._translation.first, task, observed.get("observation"))
 
     async def step(self, completion: str) -> tuple[Sequence[Message], float | None, bool]:
         try:
@@ -119,13 +119,13 @@ class _Session:
         except ValueError as error:
             return self._translation.invalid(error)
         try:
-            seen = await self._exchange("step", action)
+            observed = await self._exchange("step", action)
         except _InvalidAction as error:
             return self._translation.invalid(error)
-        reward = seen.get("reward")
+        reward = observed.get("reward")
         earned = float(reward) if isinstance(reward, bool) else reward  # OpenEnv's rewards may be true or false
-        messages = await self._run(self._translation.messages, seen.get("observation"))
-        return messages, earned, bool(seen.get("done"))
+        messages = await self._run(self._translation.messages, observed.get("observation"))
+        return messages, earned, bool(observed.get("done"))
 
     async def close(self) -> None:
         from websockets.exceptions import ConnectionClosed
@@ -147,6 +147,7 @@ class _Session:
         from websockets.exceptions import InvalidStatus
 
         await self.close()
+        # A proxy of the environment variables is for other machines.
         proxy = None if is_loopback(urlsplit(self._url).hostname or "") else True
         # A server may compute a step without answering pings. Deadlines detect one that is lost.
         try:
@@ -166,12 +167,12 @@ class _Session:
         with suppress(ConnectionClosed):  # a full server answers and closes the connection before it reads
             await self._socket.send(text)
         response = await self._run(json.loads, await self._socket.recv())
-        seen = response.get("data") or {}
+        payload = response.get("data") or {}
         if response.get("type") != "error":
-            return seen
-        code, message = seen.get("code"), f"{seen.get('code')}: {seen.get('message')}"
+            return payload
+        code, message = payload.get("code"), f"{payload.get('code')}: {payload.get('message')}"
         if code == _FULL:
             raise _Full(message)
         if code == _INVALID and kind == "step":
-            raise _InvalidAction(f"{seen.get('message')} {seen.get('errors') or ''}".strip())
+            raise _InvalidAction(f"{payload.get('message')} {payload.get('errors') or ''}".strip())
         raise EnvironmentFailure(f"a {kind} of {self._url}", message, "look at the log of the environment's server")

@@ -111,15 +111,17 @@ class ToolEnvironment:
         """The results of the calls, in order. A completion that begins no call ends the trajectory."""
         prompt_end = self._policy.prompt_end(REASONING_TAIL)
         calls, fault = attempted_calls(completion, self._schemas, self._policy.tool_format, prompt_end)
-        left = self._max_calls - self._num_calls
-        if not (calls or fault) or left <= 0:
+        remaining_calls = self._max_calls - self._num_calls
+        if not (calls or fault) or remaining_calls <= 0:
             return (), None, True
         self._num_calls += len(calls) or 1
         if fault:
             self._num_errors += 1
             text = f"error: the call cannot be read: {fault}. {self._known}"
             return [Message("tool", self._cut(text))], None, False
-        results = await gather_or_cancel(self._result(call, number < left) for number, call in enumerate(calls))
+        results = await gather_or_cancel(
+            self._result(call, number < remaining_calls) for number, call in enumerate(calls)
+        )
         named = zip(calls, results, strict=True)
         return [Message("tool", result, name=call.name) for call, result in named], None, False
 
@@ -158,10 +160,10 @@ def chosen(tools: Sequence[Tool], task: Task) -> Sequence[Tool]:
     names = task.columns.get(COLUMN)
     if names is None:
         return tools
-    known = [tool.name for tool in tools]
+    tool_names = [tool.name for tool in tools]
     asked = f"the column {COLUMN!r} of task {task.task_id!r}"
     if not isinstance(names, list):
-        raise DataError(asked, f"{names!r:.80}", f"give a list of names: {', '.join(known)}")
-    if unknown := [name for name in names if name not in known]:
-        raise DataError(asked, f"no tool {unknown[0]!r}", suggest(str(unknown[0]), known))
+        raise DataError(asked, f"{names!r:.80}", f"give a list of names: {', '.join(tool_names)}")
+    if unknown := [name for name in names if name not in tool_names]:
+        raise DataError(asked, f"no tool {unknown[0]!r}", suggest(str(unknown[0]), tool_names))
     return [tool for tool in tools if tool.name in names]

@@ -174,8 +174,8 @@ class _AgentRun:
         opening = tuple(takewhile(lambda message: message.role != "assistant", messages))
         if opening not in self.conversations:
             number = len(self.conversations) + 1
-            own = self.policy if number == 1 else self.policy.branch(f"conversation-{number:04}")
-            self.conversations[opening] = own
+            policy = self.policy if number == 1 else self.policy.branch(f"conversation-{number:04}")
+            self.conversations[opening] = policy
         return self.conversations[opening]
 
 
@@ -203,8 +203,8 @@ class _Client:
             raise EnvironmentFailure(f"the policy as the agent {name!r}", "the environment does not train it", do)
         self._num_runs[name] += 1
         name = name if self._num_runs[name] == 1 else f"{name}-{self._num_runs[name]}"
-        own = _AgentRun("", self._policy) if self._alone else _AgentRun(f"{name}/", self._policy.fork(name))
-        self.runs[trace.id] = own
+        agent_run = _AgentRun("", self._policy) if self._alone else _AgentRun(f"{name}/", self._policy.fork(name))
+        self.runs[trace.id] = agent_run
 
     async def get_response(self, dialect: Any, body: Any, sampling: Any, *, turn: Any, **_: Any) -> Any:
         """The completion of a conversation. Its sampling parameters have no effect, as in verifiers' training."""
@@ -218,14 +218,14 @@ class _Client:
             policy = run.policy_of(messages)
             if tools and policy.tool_format is not None:
                 policy.tool_format.check()
-            done = await policy.generate(messages)
+            completion = await policy.generate(messages)
         except TriviumError as error:
             self.errors.append(error)
             # At these words, programs of verifiers end their run without an error.
             words = "maximum context length: " if isinstance(error, PromptTooLong) else ""
             raise vf.ProviderError(f"{words}{text_of(error)}", status_code=400) from error
         how, prompt_end = policy.tool_format or HERMES, policy.prompt_end(REASONING_TAIL)
-        text, calls = read_tool_calls(done.text, schemas_of(described), policy.tool_format, prompt_end)
+        text, calls = read_tool_calls(completion.text, schemas_of(described), policy.tool_format, prompt_end)
         thought, content = how.split(text, opened=how.opens(prompt_end))
         if thought is not None:
             thought, content = thought.strip(), content.strip()
@@ -233,10 +233,10 @@ class _Client:
         message = vf.AssistantMessage(
             content=content or None, reasoning_content=thought or None, tool_calls=sent or None
         )
-        if calls or content != done.text:
-            self._texts[message.model_dump_json()] = done.text
-        finish = "tool_calls" if calls else "length" if done.stop_reason is StopReason.LENGTH else "stop"
-        usage = vf.Usage(prompt_tokens=len(done.prompt_tokens), completion_tokens=len(done.tokens))
+        if calls or content != completion.text:
+            self._texts[message.model_dump_json()] = completion.text
+        finish = "tool_calls" if calls else "length" if completion.stop_reason is StopReason.LENGTH else "stop"
+        usage = vf.Usage(prompt_tokens=len(completion.prompt_tokens), completion_tokens=len(completion.tokens))
         response = vf.Response(id="", created=0, model="policy", message=message, finish_reason=finish, usage=usage)
         response.raw = vf.clients.train.serialize_completion(response, "policy")
         return response
