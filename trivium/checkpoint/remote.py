@@ -61,6 +61,7 @@ class RemoteDirectory:
 
     def _copy(self, folder: Path) -> None:
         target = f"{self._root}/{folder.name}"
+        # First, so that a copy that is replaced only in part counts as absent.
         if self._files.exists(f"{target}/{MANIFEST}"):
             self._files.rm_file(f"{target}/{MANIFEST}")
         for name in (*manifest_files(folder), MANIFEST):

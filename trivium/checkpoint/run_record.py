@@ -28,7 +28,7 @@ def last_evaluation(record: Mapping[str, Any]) -> dict[str, float]:
 def add_seconds(record: dict[str, Any], seconds: Mapping[str, float]) -> None:
     """Adds seconds by phase."""
     before: Mapping[str, float] = record.get("time", {})
-    record["time"] = {**before, **{name: before.get(name, 0.0) + taken for name, taken in seconds.items()}}
+    record["time"] = {**before, **{name: before.get(name, 0.0) + phase_s for name, phase_s in seconds.items()}}
 
 
 def add_failures(record: dict[str, Any], causes: Iterable[str]) -> None:

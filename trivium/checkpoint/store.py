@@ -112,13 +112,13 @@ class CheckpointStore:
     def prune(self, pinned: Collection[int] = ()) -> None:
         """Removes the checkpoints except for the newest `keep`, the best one and the pinned ones."""
         steps = self.steps()
-        kept = {*steps[-self.keep :], *pinned}
+        retained = {*steps[-self.keep :], *pinned}
         scores = {step: self._state(step).get("score") for step in steps} if self.keep_best else {}
         measured = {step: score for step, score in scores.items() if score is not None}
         if measured:
-            kept.add(max(measured, key=lambda step: (measured[step], step)))
+            retained.add(max(measured, key=lambda step: (measured[step], step)))
         for step in steps:
-            if step not in kept:
+            if step not in retained:
                 discard(self._path(step))
 
     def recover(self) -> Checkpoint | None:

@@ -322,8 +322,8 @@ class EndpointClient:
 
     def error(self, kind: type[EndpointError], url: str, found: str, do: str) -> EndpointError:
         """An error of this URL. The token, which a service may echo, is removed from it."""
-        shown = found if self._token is None else found.replace(self._token, "<token>")
-        error = kind(f"{self._what} from {_shown(url)}", text_of(shown, _SHOWN), do)
+        text = found if self._token is None else found.replace(self._token, "<token>")
+        error = kind(f"{self._what} from {_shown(url)}", text_of(text, _SHOWN), do)
         error.place = _shown(url)
         return error
 

@@ -17,7 +17,7 @@ _SKIP = 255
 """A gap of this size is followed by another one, without an element between them."""
 
 
-class Difference(NamedTuple):
+class TensorDifference(NamedTuple):
     """The elements of a tensor of N elements that changed, in logical order."""
 
     gaps: torch.Tensor
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
         return self.gaps.nbytes + self.values.nbytes
 
 
-def difference(old: torch.Tensor, new: torch.Tensor) -> Difference | None:
+def difference(old: torch.Tensor, new: torch.Tensor) -> TensorDifference | None:
     """The difference from `old` to `new`, on the CPU. Returns None if type or shape differ, or if the difference takes
     at least half as many bytes as the tensor."""
     if old.dtype != new.dtype or old.shape != new.shape:
@@ -46,10 +46,10 @@ def difference(old: torch.Tensor, new: torch.Tensor) -> Difference | None:
     ends = (skips + 1).cumsum(0) - 1
     gaps = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), _SKIP, dtype=torch.uint8)
     gaps[ends] = (unchanged % _SKIP).to(torch.uint8)
-    return Difference(gaps, bits[places].view(new.dtype))
+    return TensorDifference(gaps, bits[places].view(new.dtype))
 
 
-def patched(old: torch.Tensor, change: Difference) -> torch.Tensor:
+def patched(old: torch.Tensor, change: TensorDifference) -> torch.Tensor:
     """The new tensor, a copy of its own. Raises ValueError if the difference is not one of a tensor of this size."""
     new = old.clone(memory_format=torch.contiguous_format)
     ends = (change.gaps != _SKIP).nonzero().flatten()

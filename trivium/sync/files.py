@@ -28,7 +28,7 @@ from trivium.foundation.errors import DataError, SyncError, VersionGone
 from trivium.models.late import torch
 from trivium.models.weights.stream import Described, Named, drained, groups, spec, type_named
 from trivium.protocols import TensorSpec, Weights
-from trivium.sync.differences import Difference, difference, patched
+from trivium.sync.differences import TensorDifference, difference, patched
 from trivium.sync.hashes import copied, hash_of_json, joined, verify
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, Capabilities
@@ -70,7 +70,7 @@ class _Folder:
     @property
     def hash(self) -> str:
         """The hash of all tensors."""
-        return joined({name: each["hash"] for name, each in self.entries.items()})
+        return joined({name: entry["hash"] for name, entry in self.entries.items()})
 
 
 class FileChannel:
@@ -113,7 +113,9 @@ class FileChannel:
     def collect(self, version: int) -> Described:
         before, self._last = self._last, None
         folders = self._open(version, before)
-        specs = (TensorSpec(each["name"], each["dtype"], tuple(each["shape"])) for each in folders[-1].entries.values())
+        specs = (
+            TensorSpec(entry["name"], entry["dtype"], tuple(entry["shape"])) for entry in folders[-1].entries.values()
+        )
         return Described(tuple(specs), self._arriving(version, folders, before))
 
     @property
@@ -143,12 +145,15 @@ class FileChannel:
     @contextmanager
     def _staged(self, version: int, *, is_whole: bool) -> Generator[Path]:
         """A folder to fill. After the block it is on disk under its final name, and old versions are removed."""
-        own = self._clear() if self._own is None else self._own  # the first offer removes those of earlier processes
+        versions = (
+            self._clear() if self._own is None else self._own
+        )  # the first offer removes those of earlier processes
         folder = self._folder(version)
         with writing(folder):
             staging = staging_directory(folder)
             try:
                 yield staging
+                # Before the rename: after a loss of power, too, a folder with its final name is complete.
                 for path in (*staging.iterdir(), staging):
                     fsync(path)
                 self._remove(version)
@@ -157,11 +162,11 @@ class FileChannel:
             except BaseException:
                 shutil.rmtree(staging, ignore_errors=True)  # the run may be complete: no later offer removes it
                 raise
-        own = sorted({*own, version})
-        self._own = own[-self._keep :]
+        versions = sorted({*versions, version})
+        self._own = versions[-self._keep :]
         if is_whole:
             self._whole = sorted({*self._whole, version})
-        self._retire(own[: -self._keep])
+        self._retire(versions[: -self._keep])
 
     def _retire(self, versions: Sequence[int]) -> None:
         """Removes these old versions, or turns them into bases if a kept version needs them. Removes the bases that no
@@ -214,15 +219,15 @@ class FileChannel:
         from trivium.models.weights.saved_tensors import SafetensorsFiles
 
         # The trainer may turn the version into a base at any time, but not back.
-        folder = next((each for each in self._places(version) if each.exists()), self._folder(version))
+        folder = next((place for place in self._places(version) if place.exists()), self._folder(version))
         try:
             base, entries = _manifest(folder, version)
-            paths = [folder / name for name in dict.fromkeys(each["file"] for each in entries)]
-            return _Folder(base, {each["name"]: each for each in entries}, SafetensorsFiles(paths))
+            paths = [folder / name for name in dict.fromkeys(entry["file"] for entry in entries)]
+            return _Folder(base, {entry["name"]: entry for entry in entries}, SafetensorsFiles(paths))
         except FileNotFoundError as error:
             if (folder / _MANIFEST).is_file():
                 raise _damaged(version, f"the files of {folder}", f"{error.filename} is missing") from error
-            if not folder.exists() and any(each.exists() for each in self._places(version)):
+            if not folder.exists() and any(place.exists() for place in self._places(version)):
                 return self._opened(version, wanted)
             raise self._gone(wanted) from error
         except DataError as error:
@@ -283,7 +288,7 @@ def _write(folder: Path, version: int, weights: Weights, before: _LastVersion | 
             change = None if old is None else difference(old, tensor)
             written |= {name: tensor} if change is None else dict(zip(_named(name), change, strict=True))
             entry = {**spec(name, tensor)._asdict(), "bytes": tensor.nbytes, "file": file.name, "hash": hashes[name]}
-            entries.append(entry if change is None else {**entry, "changed": [len(each) for each in change]})
+            entries.append(entry if change is None else {**entry, "changed": [len(part) for part in change]})
             if last is not None:
                 last.tensors[name] = tensor
         save_file(written, file)
@@ -303,7 +308,9 @@ def _read(version: int, folders: Sequence[_Folder], before: _LastVersion | None)
     """Yields every tensor of the last folder, verified. Takes those of `before` out of it."""
     for name, entry in folders[-1].entries.items():
         tensor = None if before is None else before.tensors.pop(name, None)
-        whole = [i for i, each in enumerate(folders) if name in each.entries and "changed" not in each.entries[name]]
+        whole = [
+            i for i, opened in enumerate(folders) if name in opened.entries and "changed" not in opened.entries[name]
+        ]
         if whole:
             folder = folders[whole[-1]]
             tensor = _copied(version, name, folder.entries[name], folder)
@@ -322,7 +329,7 @@ def _patched(version: int, name: str, tensor: torch.Tensor, folder: _Folder) -> 
         for key, count, dtype in zip(_named(name), counts, ("uint8", entry["dtype"]), strict=True)
     ]
     try:
-        return patched(tensor, Difference(*parts))
+        return patched(tensor, TensorDifference(*parts))
     except ValueError as error:
         raise _damaged(version, f"{name!r} in {entry['file']}", str(error)) from error
 

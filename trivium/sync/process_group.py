@@ -64,10 +64,10 @@ class ExchangeGroup:
         everyone = self._rendezvous({"host": own_address(), "gpu": _gpu_name(device)})
         self._members = dict(enumerate(exchange.members, start=1))
         names = [TRAINER, *exchange.members]
-        self.backend, self.by_host = backend_of({name: each["gpu"] for name, each in zip(names, everyone, strict=True)})
+        self.backend, self.by_host = backend_of({name: info["gpu"] for name, info in zip(names, everyone, strict=True)})
         """The backend, and why GPUs send weights through the host if they do."""
         self.device = device if self.backend == "nccl" else torch.device("cpu")
-        here = all(each["host"] == everyone[0]["host"] for each in everyone)
+        here = all(info["host"] == everyone[0]["host"] for info in everyone)
         store = PrefixStore("group", self._store)
         host = LOOPBACK if here else own_address()
         self._backend: Any = self._connected(
@@ -168,18 +168,18 @@ class ExchangeGroup:
 
     def _connected(self, make: Callable[[], Any]) -> Any:
         """Calls `make` in another thread, so that the wait for it ends if a member dies."""
-        made: Future[Any] = Future()
+        connected: Future[Any] = Future()
 
         def connect() -> None:
             try:
-                made.set_result(make())
+                connected.set_result(make())
             except BaseException as error:  # `result` raises it
-                made.set_exception(error)
+                connected.set_exception(error)
 
         threading.Thread(target=connect, name="connecting-exchange", daemon=True).start()
         overdue = f"{self.backend} did not connect within {RENDEZVOUS_S:.0f} s (NCCL_DEBUG=INFO logs its details)"
-        self._wait(made.done, [*self._members.values()], RENDEZVOUS_S, overdue)
-        return made.result()
+        self._wait(connected.done, [*self._members.values()], RENDEZVOUS_S, overdue)
+        return connected.result()
 
     # ------------------------------------------------------------------ waiting
 
@@ -193,19 +193,19 @@ class ExchangeGroup:
 
     def _wait(
         self,
-        done: Callable[[], bool],
+        condition: Callable[[], bool],
         waited_for: Sequence[str],
         timeout_s: float | None = None,
         overdue: str = "",
         *,
         sends: bool = False,
     ) -> None:
-        """Waits for `done`. Raises ExchangeAborted if it can no longer happen, or with the text `overdue` at the
+        """Waits until `condition` holds. Raises ExchangeAborted if it no longer can, or with the text `overdue` at the
         deadline. One that `sends` ends its wait for a member that has rejected what was sent: nccl does not notice
         that a member left."""
         deadline = ProgressDeadline(timeout_s or self._deadline.total_seconds())
         check = time.monotonic() + _CHECK_S
-        while not done():
+        while not condition():
             if time.monotonic() > check:
                 check = time.monotonic() + _CHECK_S
                 if reason := self._synchronizer.abort_reason(self._exchange, waited_for):

@@ -32,8 +32,10 @@ def with_calls(messages: Sequence[Message], entries: Sequence[Mapping[str, Any]]
     for message, entry in zip(messages, entries, strict=True):
         if message.role == "assistant":
             ids = [call.get("id") for call in entry.get("tool_calls") or ()]
-        own = entry.get("tool_call_id")
-        numbered.append(replace(message, call=ids.index(own)) if own is not None and own in ids else message)
+        answered_id = entry.get("tool_call_id")
+        numbered.append(
+            replace(message, call=ids.index(answered_id)) if answered_id is not None and answered_id in ids else message
+        )
     return tuple(numbered)
 
 

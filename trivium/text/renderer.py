@@ -101,11 +101,11 @@ class ChatRenderer:
         self.tool_format = self.template.tool_format
         self._end_of_turn = self._find_end_of_turn()
         eos = _eos(tokenizer)
-        own = {self._end_of_turn, *self._ends_of_calls(), *({eos} if eos is not None else ())}
+        turn_ends = {self._end_of_turn, *self._ends_of_calls(), *({eos} if eos is not None else ())}
         # `all_special_tokens` may list fewer tokens than `decode` leaves out: GPT-OSS's tokenizer lists four.
         added = {number: str(token.content) for number, token in tokenizer.added_tokens_decoder.items()}
         marks = {token: added[token] for token in self._special if added[token] in self.tool_format.marks}
-        ends = own | _generation_eos(tokenizer.name_or_path)
+        ends = turn_ends | _generation_eos(tokenizer.name_or_path)
         # GPT-OSS ends each message of a turn with the token that ends a completion in a history.
         self.eos_token_ids = frozenset(ends - marks.keys() or ends)
         strip = strip_special_tokens or bool(tokenizer.init_kwargs.get("strip_special_tokens"))
@@ -167,8 +167,8 @@ class ChatRenderer:
             )
         earlier = tuple(self._in_place_of(history, place) for place in range(len(history) - 1))
         messages = (*earlier, *new)
-        known = sum(len(m.content) for m in messages) <= _LONG and not any(m.media for m in messages)
-        bridge = (self._known_bridge if known else self._bridge)(earlier, tuple(new))
+        is_cached = sum(len(m.content) for m in messages) <= _LONG and not any(m.media for m in messages)
+        bridge = (self._known_bridge if is_cached else self._bridge)(earlier, tuple(new))
         if stop_reason is StopReason.EOS:
             bridge = self._without_sampled_end(bridge, int(seen.tokens[-1]))
         return seen.then(self._expanded(bridge, _media_of(new)))
@@ -247,8 +247,8 @@ class ChatRenderer:
         turns = [(self._expanded(tokens[:start], media, partly=True), tokens[start:end]) for start, end in spans]
         prompt, last = turns[-1]
         if marked is None and not (len(last) and int(last[-1]) in self.eos_token_ids):
-            left = len(text) - len(self._closing) if text.endswith(self._closing) else len(text)
-            written = tokens[len(tokens) - len(last) : bisect_right(ends, left)]
+            content_end = len(text) - len(self._closing) if text.endswith(self._closing) else len(text)
+            written = tokens[len(tokens) - len(last) : bisect_right(ends, content_end)]
             turns[-1] = prompt, np.append(written, np.int32(self._end_of_turn))
         return turns
 
@@ -323,7 +323,7 @@ class ChatRenderer:
         marker, results = _unused_marker([*earlier, *new]), _results(new)
         calls = bool(results) and self.template.results_need_calls
         turn = self.template.calling(results, marker) if calls else Message("assistant", marker)
-        seen = self.template.text(earlier, generation=True, checked=False)  # of which `now` has all messages
+        prompt = self.template.text(earlier, generation=True, checked=False)  # of which `now` has all messages
         now = self.text([*earlier, turn, *new])
         before, _, bridge = now.rpartition(marker)
         if not calls and now.count(marker) != 1:
@@ -333,8 +333,8 @@ class ChatRenderer:
                 "use another template for multi-turn tasks",
             )
         # Either may be longer: a template may open a block before a completion, or write one only into the history.
-        if not (seen.startswith(before) or before.startswith(seen)):
-            self._check_same(earlier, seen, before)
+        if not (prompt.startswith(before) or before.startswith(prompt)):
+            self._check_same(earlier, prompt, before)
         tokens = self._encode_inside(bridge)
         if not calls:
             return tokens
@@ -347,16 +347,16 @@ class ChatRenderer:
             )
         return tokens[ends[0] :]
 
-    def _check_same(self, earlier: Sequence[Message], seen: str, now: str) -> None:
+    def _check_same(self, earlier: Sequence[Message], prompt: str, now: str) -> None:
         """Raises TemplateRefusal if two renderings of a conversation differ outside of the assistant's turns, whose
         tokens are known."""
         for place in (*(n for n, message in enumerate(earlier) if message.role == "assistant"), len(earlier)):
             opened, closed = (self.template.text(earlier[:place], generation=opens) for opens in (True, False))
-            texts = (seen, now, closed[: _num_shared(opened, closed)])
+            texts = (prompt, now, closed[: _num_shared(opened, closed)])
             turns = closed.count(_EARLIER_COMPLETION)
             before, after, same = ("".join(text.split(_EARLIER_COMPLETION, turns)[turns:]) for text in texts)
             if _num_shared(before, after) < len(same):
-                raise TemplateRefusal(*_divergence(seen, now))
+                raise TemplateRefusal(*_divergence(prompt, now))
 
     def _without_sampled_end(self, bridge: IntArray, sampled: int) -> IntArray:
         """The bridge without the end of turn that the policy sampled itself (and white space before it), or what the
@@ -402,14 +402,14 @@ class ChatRenderer:
             )
         pieces: list[IntArray] = []
         spans: list[Media] = []
-        length = done = 0
+        length = copied = 0
         for place, item in zip(places.tolist(), media, strict=True):
             image = self._images.read(item).tokens
-            pieces += [tokens[done:place], image]
-            length += place - done + len(image)
+            pieces += [tokens[copied:place], image]
+            length += place - copied + len(image)
             spans.append(item.at(length - len(image), length))
-            done = place + 1
-        return Prompt(np.concatenate([*pieces, tokens[done:]]), tuple(spans), tokens)
+            copied = place + 1
+        return Prompt(np.concatenate([*pieces, tokens[copied:]]), tuple(spans), tokens)
 
     def _encode(self, text: str) -> IntArray:
         """The tokens of a text, without added special tokens. Warns about characters that the model cannot read."""
@@ -486,9 +486,9 @@ class ChatRenderer:
         text = self.template.tried(conversation)
         text = text if marker in text else self.template.tried(conversation[:2])
         written = [*self.tool_format.marks, self.tool_format.write([ToolCall("f", "{}"), ToolCall("f", "{}")])]
-        own = {token for part in written for token in self._ids_of(part)}
+        call_tokens = {token for part in written for token in self._ids_of(part)}
         closing = [int(token) for token in self._encode(_after(marker, text))]
-        return {*[token for token in closing if token in self._special and token not in own][:1]}
+        return {*[token for token in closing if token in self._special and token not in call_tokens][:1]}
 
     @cached_property
     def _special(self) -> set[int]:
@@ -511,7 +511,10 @@ def _enclosed(marked: BoolArray, first: Sequence[int]) -> list[tuple[int, int]]:
     edges = np.flatnonzero(np.diff(marked, prepend=False, append=False)).reshape(-1, 2)
     turns = np.searchsorted(first, edges[:, 1], "left") - 1
     owned = [(start, edges[turns == number]) for number, start in enumerate(first)]
-    return [(int(own[0, 0]), int(own[-1, 1])) if len(own) else (start, start) for start, own in owned]
+    return [
+        (int(turn_edges[0, 0]), int(turn_edges[-1, 1])) if len(turn_edges) else (start, start)
+        for start, turn_edges in owned
+    ]
 
 
 def _results(messages: Sequence[Message]) -> Sequence[Message]:
@@ -541,12 +544,12 @@ def _num_shared(one: str, other: str) -> int:
     return shared
 
 
-def _divergence(seen: str, now: str) -> tuple[str, str, str]:
+def _divergence(prompt: str, now: str) -> tuple[str, str, str]:
     """The parts of the error about the first place where two renderings differ."""
-    at = _num_shared(seen, now)
+    at = _num_shared(prompt, now)
     return (
         "a chat template that only appends text when the conversation continues",
-        f"from character {at} it reads {now[at : at + 40]!r} but the policy has seen {seen[at : at + 40]!r}",
+        f"from character {at} it reads {now[at : at + 40]!r} but the policy has seen {prompt[at : at + 40]!r}",
         "use a template that does not change earlier messages, or make the task single-turn",
     )
 

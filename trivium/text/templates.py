@@ -263,8 +263,8 @@ class ChatTemplate:
         if style.as_text:
             return [dict(call) for call in calls]
         functions = [call["function"] for call in calls]
-        read = [{**function, "arguments": json.loads(function["arguments"])} for function in functions]
-        return [{**call, "function": function} for call, function in zip(calls, read, strict=True)]
+        parsed = [{**function, "arguments": json.loads(function["arguments"])} for function in functions]
+        return [{**call, "function": function} for call, function in zip(calls, parsed, strict=True)]
 
     def _in_parts(self, message: Message, answered: bool) -> Message:
         """An assistant's message whose calls and reasoning are apart from its content, where the template needs that;
@@ -326,8 +326,8 @@ class ChatTemplate:
         policy.
         """
         text = self._tried([{"role": "system", "content": _word(1)}, _USER])
-        before, shown, after = (text or "").partition(_word(1))
-        if not shown:
+        before, word, after = (text or "").partition(_word(1))
+        if not word:
             raise TemplateRefusal(
                 "tools described in the system message, since the chat template does not write them",
                 "the template drops or refuses the system message",
@@ -383,16 +383,16 @@ class ChatTemplate:
         return False
 
     def _writes_role(self, role: str) -> bool:
-        own = {"role": role, "content": _word(1)}
+        entry = {"role": role, "content": _word(1)}
         match role:
             case "system" | "developer":
-                return self._shows([own, _USER], _word(1))
+                return self._shows([entry, _USER], _word(1))
             case "user":
-                return self._shows([own], _word(1))
+                return self._shows([entry], _word(1))
             case "tool":
                 return self.results_need_calls or self._results_follow_text
             case _:
-                return self._shows([_USER, own], _word(1))
+                return self._shows([_USER, entry], _word(1))
 
     def _takes(self, parts: bool) -> bool:
         """Whether the template writes a content that is a list of parts, or text. One for text prints the list."""
@@ -428,15 +428,15 @@ def _outline(form: Sequence[_Form]) -> list[Message]:
     """A conversation of this form with a word in place of each text."""
     return [
         Message(
-            each.role,
-            _word(number) if each.has_text else "",
-            tuple(Media("image/png", b"", sha256="outline") for _ in range(each.num_media)),
-            tuple(ToolCall(_CALL.name, json.dumps({_KEY: _word(number, place)})) for place in range(each.num_calls)),
-            "reasons" if each.has_reasoning else None,
-            _CALL.name if each.has_name else "",
-            each.call,
+            message.role,
+            _word(number) if message.has_text else "",
+            tuple(Media("image/png", b"", sha256="outline") for _ in range(message.num_media)),
+            tuple(ToolCall(_CALL.name, json.dumps({_KEY: _word(number, place)})) for place in range(message.num_calls)),
+            "reasons" if message.has_reasoning else None,
+            _CALL.name if message.has_name else "",
+            message.call,
         )
-        for number, each in enumerate(form)
+        for number, message in enumerate(form)
     ]
 
 

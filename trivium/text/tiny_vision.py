@@ -179,6 +179,7 @@ def _text_config(config: TinyVisionModel.Config, tokenizer: PreTrainedTokenizerF
     if config.architecture == "qwen3_vl":
         positions["mrope_interleaved"] = True
     else:
+        # Their configs have no such key: it is hidden / heads.
         del text["head_dim"]
     return {**text, "rope_parameters": positions}
 

@@ -58,7 +58,11 @@ def described(
 def schemas_of(tools: Sequence[Any]) -> Schemas:
     """The schemas of the arguments of tools that are described as OpenAI's clients send them."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
-    return {each["name"]: each.get("parameters") or {} for each in functions if isinstance(each.get("name"), str)}
+    return {
+        function["name"]: function.get("parameters") or {}
+        for function in functions
+        if isinstance(function.get("name"), str)
+    }
 
 
 def read_tool_calls(
@@ -71,9 +75,9 @@ def read_tool_calls(
     completion, or is opened by the prompt, of which `prompt_end` is the text of the last `REASONING_TAIL` tokens. If
     any part after it is not a valid call of one of these tools, the whole completion is text.
     """
-    for each in _typed(tools, tool_format):
-        _, rest = each.split(text, opened=each.opens(prompt_end))
-        content, calls = CallableTools(frozenset(tools), each).read(rest)
+    for how in _typed(tools, tool_format):
+        _, rest = how.split(text, opened=how.opens(prompt_end))
+        content, calls = CallableTools(frozenset(tools), how).read(rest)
         if calls:
             return text.removesuffix(rest) + content, calls
     return text, ()
@@ -88,15 +92,15 @@ def attempted_calls(
     if calls or not tools:
         return calls, ""
     formats = _typed(tools, tool_format)
-    rests = [(each, each.split(text, opened=each.opens(prompt_end))[1]) for each in formats]
-    started = [(each, rest) for each, rest in rests if each.begins(rest)]
-    read = next((calls[1] for each, rest in started if (calls := each.read(rest)) is not None), ())
-    return read, started[0][0].fault(started[0][1]) if started and not read else ""
+    rests = [(how, how.split(text, opened=how.opens(prompt_end))[1]) for how in formats]
+    started = [(how, rest) for how, rest in rests if how.begins(rest)]
+    parsed = next((calls[1] for how, rest in started if (calls := how.read(rest)) is not None), ())
+    return parsed, started[0][0].fault(started[0][1]) if started and not parsed else ""
 
 
 def _typed(tools: Collection[str] | Schemas, tool_format: ToolFormat | None) -> list[ToolFormat]:
     formats = FORMATS if tool_format is None else (tool_format,)
-    return [each.typed(tools) for each in formats] if isinstance(tools, Mapping) else [*formats]
+    return [how.typed(tools) for how in formats] if isinstance(tools, Mapping) else [*formats]
 
 
 def json_object(text: str) -> str | None:

@@ -81,8 +81,8 @@ def _frozen_column(array: npt.ArrayLike) -> AnyArray:
     """A read-only float32 array, or float64 if the array is float64."""
     if type(array) is np.ndarray and array.dtype is _FLOAT32 and not array.flags.writeable:
         return array
-    given = np.asarray(array)
-    return frozen(given, None if given.dtype == np.float64 else np.float32)
+    values = np.asarray(array)
+    return frozen(values, None if values.dtype == np.float64 else np.float32)
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -264,7 +264,7 @@ class Batch:
         long."""
         tokens = {name: self.flat(name) for name in _TOKEN_ARRAYS}
         columns = {name: np.concatenate(arrays or [_NO_COLUMN]) for name, arrays in self.columns.items()}
-        others = [tuple(getattr(each, name) for name in _OTHER_FIELDS) for each in self.experiences]
+        others = [tuple(getattr(experience, name) for name in _OTHER_FIELDS) for experience in self.experiences]
         return _unpickled, (self.lengths, tokens, others, columns, dict(self.metrics))
 
     @property
@@ -306,26 +306,29 @@ class Batch:
 
     def masked(self, masks: Sequence[BoolArray]) -> Batch:
         """The same experiences with their response masks restricted to these masks, one of length L each."""
-        kept = tuple(
+        experiences = tuple(
             replace(e, response_mask=e.response_mask & mask) for e, mask in zip(self.experiences, masks, strict=True)
         )
-        return replace(self, experiences=kept)
+        return replace(self, experiences=experiences)
 
     def under_teacher(self) -> Batch:
         """The same completions as a teacher reads them (`Experience.teacher_prompt`), with their columns."""
-        read = [e if e.teacher_prompt is None else e.under(e.teacher_prompt) for e in self.experiences]
+        rewritten = [e if e.teacher_prompt is None else e.under(e.teacher_prompt) for e in self.experiences]
         columns = {
             name: [
-                _last(array, len(new), e.first) for array, e, new in zip(arrays, self.experiences, read, strict=True)
+                _last(array, len(new), e.first)
+                for array, e, new in zip(arrays, self.experiences, rewritten, strict=True)
             ]
             for name, arrays in self.columns.items()
         }
-        return Batch(tuple(read)).with_columns(**columns)
+        return Batch(tuple(rewritten)).with_columns(**columns)
 
     def from_teacher(self, scores: Sequence[AnyArray]) -> list[AnyArray]:
         """The scores of `under_teacher` at the positions of this batch."""
-        read = (0 if e.teacher_prompt is None else len(e.teacher_prompt) - e.first for e in self.experiences)
-        return [_last(a, len(e), e.first + longer) for a, e, longer in zip(scores, self.experiences, read, strict=True)]
+        shifts = (0 if e.teacher_prompt is None else len(e.teacher_prompt) - e.first for e in self.experiences)
+        return [
+            _last(a, len(e), e.first + longer) for a, e, longer in zip(scores, self.experiences, shifts, strict=True)
+        ]
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         """The experiences at these rows, in this order, with their columns."""
@@ -406,9 +409,9 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
 
 def reference_rewards(group: Group) -> tuple[float, ...]:
     """The rewards in the task's column: a list, or one number. Raises DataError for anything else."""
-    given: Any = group.task.columns[REFERENCE_REWARDS]
-    rewards: list[Any] = [*given] if isinstance(given, list | tuple) else [given]
-    if not all(isinstance(each, int | float) and isfinite(each) for each in rewards):
+    value: Any = group.task.columns[REFERENCE_REWARDS]
+    rewards: list[Any] = [*value] if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(reward, int | float) and isfinite(reward) for reward in rewards):
         raise DataError(
             f"the column {REFERENCE_REWARDS} of task {group.task.task_id!r}",
             repr(rewards)[:80],
@@ -426,7 +429,7 @@ def _joined_extra(turns: Sequence[Turn], length: int) -> dict[str, AnyArray]:
             if f"{name}_count" in turn.extra:
                 joined[name] = np.concatenate([array, joined.get(name, array[:0])])
                 continue
-            known = array.any(axis=tuple(range(1, array.ndim)))
+            recorded = array.any(axis=tuple(range(1, array.ndim)))
             whole = joined.setdefault(name, np.zeros((length, *array.shape[1:]), array.dtype))
-            whole[stop - len(array) : stop][known] = array[known]
+            whole[stop - len(array) : stop][recorded] = array[recorded]
     return joined

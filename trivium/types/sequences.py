@@ -13,12 +13,12 @@ from trivium.types.trajectories import Media, Turn
 
 def continues(turn: Turn, earlier: Turn) -> bool:
     """Whether a turn's context begins with an earlier turn: its prompt with the same media, and its completion."""
-    known = len(earlier.prompt_tokens)
-    both = known + len(earlier.tokens)
+    prompt_length = len(earlier.prompt_tokens)
+    both = prompt_length + len(earlier.tokens)
     return (
         both <= len(turn.prompt_tokens)
-        and np.array_equal(turn.prompt_tokens[:known], earlier.prompt_tokens)
-        and np.array_equal(turn.prompt_tokens[known:both], earlier.tokens)
+        and np.array_equal(turn.prompt_tokens[:prompt_length], earlier.prompt_tokens)
+        and np.array_equal(turn.prompt_tokens[prompt_length:both], earlier.tokens)
         and turn.media[: len(earlier.media)] == earlier.media
         and all(item.span is None or item.span[0] >= both for item in turn.media[len(earlier.media) :])
     )
@@ -65,7 +65,7 @@ def _fork(turns: Sequence[Turn], number: int) -> Fork:
     shared = [_num_equal(tokens, prompt) for tokens in earlier]
     at = max(shared)
     changed = [n for n in range(number) if len(turns[n].prompt_tokens) <= at == shared[n] < len(earlier[n])]
-    kept = [n for n in range(number) if shared[n] == len(earlier[n])]
+    continued = [n for n in range(number) if shared[n] == len(earlier[n])]
     nearest = changed[0] if changed else max(n for n in range(number) if shared[n] == at)
     if not any(_seen(turns[n], at) == _seen(turns[number], at) for n in range(number) if shared[n] == at):
         reason = "its images were changed"
@@ -73,8 +73,8 @@ def _fork(turns: Sequence[Turn], number: int) -> Fork:
         reason = "its prompt ends there: turns were dropped, or a completion is sampled again"
     elif changed:
         reason = f"the completion of turn {nearest + 1} was changed"
-    elif kept:
-        reason = f"after turn {kept[-1] + 1}, a message was changed or dropped, or another call continues from it"
+    elif continued:
+        reason = f"after turn {continued[-1] + 1}, a message was changed or dropped, or another call continues from it"
     else:
         reason = "its first messages were changed, or it is another conversation"
     return Fork(number, nearest, at, reason, earlier[nearest][at : at + 1], prompt[at : at + 1])

@@ -180,8 +180,8 @@ class Prompt:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", frozen(self.tokens, np.int32))
-        given = cast("IntArray | None", self.unexpanded)
-        object.__setattr__(self, "unexpanded", self.tokens if given is None else frozen(given, np.int32))
+        plain = cast("IntArray | None", self.unexpanded)
+        object.__setattr__(self, "unexpanded", self.tokens if plain is None else frozen(plain, np.int32))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -16,7 +16,7 @@ from failing import refused
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import SyncError, VersionGone
 from trivium.models.weights.saved_tensors import SafetensorsFiles
-from trivium.sync.differences import Difference, difference, patched
+from trivium.sync.differences import TensorDifference, difference, patched
 from trivium.sync.files import FileChannel
 from trivium.synchronizer import Synchronizer
 from trivium.testing.promises import same_bits
@@ -70,7 +70,7 @@ def test_a_tensor_that_changed_everywhere_takes_no_more_memory_than_it_has() -> 
 
 
 def test_a_difference_of_another_tensor_is_refused() -> None:
-    change = Difference(torch.tensor([9], dtype=torch.uint8), torch.ones(1))
+    change = TensorDifference(torch.tensor([9], dtype=torch.uint8), torch.ones(1))
     for tensor in (torch.zeros(9), torch.zeros(0)):
         with pytest.raises(ValueError, match="places"):
             patched(tensor, change)

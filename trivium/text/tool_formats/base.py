@@ -97,7 +97,9 @@ def arguments_text(arguments: object) -> str | None:
     level: list[Any] = [arguments] if isinstance(arguments, dict) else []
     depth = 0
     while level and depth <= MAX_DEPTH:
-        parts = (part for each in level for part in (each.values() if isinstance(each, dict) else each))
+        parts = (
+            part for container in level for part in (container.values() if isinstance(container, dict) else container)
+        )
         level, depth = [part for part in parts if isinstance(part, dict | list)], depth + 1
     if not 0 < depth <= MAX_DEPTH:
         return None
@@ -142,10 +144,10 @@ def all_calls(content: str, calls: Iterable[ToolCall | None]) -> Calls | None:
     return (content.rstrip(), complete) if complete and len(complete) == len(entries) else None
 
 
-def separated(text: str, mark: str, read: Callable[[str], Step]) -> Iterator[ToolCall | None]:
+def separated(text: str, mark: str, read_call: Callable[[str], Step]) -> Iterator[ToolCall | None]:
     """Reads calls with `read`. Marks are between them."""
     while True:
-        call, rest = read(text)
+        call, rest = read_call(text)
         yield call
         rest = rest.strip()
         if call is None or not rest:

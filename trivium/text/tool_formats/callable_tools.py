@@ -33,13 +33,13 @@ class CallableTools:
         end is left out: `read` drops it before calls."""
         how = self.format
         if how.answered:
-            shown = text.rstrip().removesuffix(how.answered)
-            open_ended = without_partial(shown, [how.answered])
+            content = text.rstrip().removesuffix(how.answered)
+            open_ended = without_partial(content, [how.answered])
             text = text if open_ended == text.rstrip() else open_ended
         start = text.lstrip()
         if not self.names:
             return text
-        begins = (each.startswith(mark[: len(each)]) for each in (text, start) for mark in how.starts)
+        begins = (beginning.startswith(mark[: len(beginning)]) for beginning in (text, start) for mark in how.starts)
         if not start or any(begins):
             return ""
         ends = [at for mark in how.marks if (at := text.find(mark)) >= 0]

@@ -56,17 +56,17 @@ class AnyFormat(Hermes):
 
     def __init__(self, formats: Sequence[ToolFormat] = FORMATS) -> None:
         self._formats = formats
-        self.marks = tuple(dict.fromkeys(mark for each in formats for mark in each.marks))
-        self.starts = tuple(dict.fromkeys(start for each in formats for start in each.starts))
+        self.marks = tuple(dict.fromkeys(mark for how in formats for mark in how.marks))
+        self.starts = tuple(dict.fromkeys(start for how in formats for start in how.starts))
 
     def typed(self, schemas: Schemas) -> ToolFormat:
-        return AnyFormat([each.typed(schemas) for each in self._formats])
+        return AnyFormat([how.typed(schemas) for how in self._formats])
 
     def read(self, text: str) -> Calls | None:
-        return next((calls for each in self._formats if (calls := each.read(text)) is not None), None)
+        return next((calls for how in self._formats if (calls := how.read(text)) is not None), None)
 
     def begins(self, text: str) -> bool:
-        return any(each.begins(text) for each in self._formats)
+        return any(how.begins(text) for how in self._formats)
 
 
 class UnknownFormat(Hermes):
@@ -113,14 +113,14 @@ def detected(render: Render, tokens: Collection[str] = ()) -> Notation:
     unread = ""
     for number, result, content, as_text in product((2, 1), (False, True), ("", None, []), (False, True)):
         turn = [_call(index, as_text) for index in range(number)]
-        results = [{"role": "tool", "tool_call_id": each["id"], "name": _NAMES[0], "content": "done"} for each in turn]
+        results = [{"role": "tool", "tool_call_id": call["id"], "name": _NAMES[0], "content": "done"} for call in turn]
         written = _text(render, [{"role": "assistant", "content": content, "tool_calls": turn}, *results * result])
         calls = [ToolCall(n, json.dumps(a)) for n, a, s in zip(_NAMES, _ARGUMENTS, _SHOWN, strict=True) if s in written]
         if _NAMES[0] not in written or not calls:
             continue
         answer = _text(render, [{"role": "assistant", "content": "answer"}])
         start = next((at for at, (a, b) in enumerate(zip(answer, written, strict=False)) if a != b), 0)
-        end = max(written.rfind(shown) for shown in _SHOWN)
+        end = max(written.rfind(argument) for argument in _SHOWN)
         marked = [how for how in FORMATS if how.marks[0] in written]
         for how, text in product((*marked, GPT_OSS, LLAMA3), (written, written[start:])):  # these need no mark
             tail = len(written) - end
@@ -129,8 +129,8 @@ def detected(render: Render, tokens: Collection[str] = ()) -> Notation:
         unread = unread or written[start : end + _TAIL]
     if unread:
         return Notation(UnknownFormat(unread), unread)
-    own = {how: {*tokens}.intersection(how.marks) for how in FORMATS if how.marks[0] in tokens}
-    trained = next((how for how, marks in own.items() if marks == set().union(*own.values())), None)
+    trained_marks = {how: {*tokens}.intersection(how.marks) for how in FORMATS if how.marks[0] in tokens}
+    trained = next((how for how, marks in trained_marks.items() if marks == set().union(*trained_marks.values())), None)
     if trained is not None:
         return Notation(trained, "")
     return Notation(AnyFormat() if _NAMES[0] in _text(render, [], whole=True) else HERMES, "")
@@ -156,6 +156,6 @@ def _text(render: Render, turn: Sequence[dict[str, Any]], *, whole: bool = False
 
 def _reads(how: ToolFormat, text: str, calls: Sequence[ToolCall]) -> bool:
     """Whether the format reads exactly these calls."""
-    _, read = how.typed(dict.fromkeys(_NAMES, _SCHEMA)).read(text) or ("", ())
-    values = [[(call.name, json.loads(call.arguments)) for call in each] for each in (read, calls)]
+    _, parsed = how.typed(dict.fromkeys(_NAMES, _SCHEMA)).read(text) or ("", ())
+    values = [[(call.name, json.loads(call.arguments)) for call in sequence] for sequence in (parsed, calls)]
     return values[0] == values[1]

@@ -73,7 +73,7 @@ class Hermes(Json):
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         objects = (f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls)
-        return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in objects)
 
     def instructions(self) -> str:
         return """For each function call, return a json object with function name and arguments within \

@@ -61,14 +61,15 @@ class Gemma(ToolFormat):
 
     def _written(self, value: Any) -> str:
         if isinstance(value, str):
+            # A text with the mark of its end is written as JSON, in which a mark can be escaped.
             plain = self._QUOTE not in value
             return f"{self._QUOTE}{value}{self._QUOTE}" if plain else json.dumps(value).replace("<", "\\u003c")
         if isinstance(value, list):
             return f"[{','.join(map(self._written, value))}]"
         if not isinstance(value, dict):
             return json.dumps(value)
-        pairs = ((key if re.fullmatch(r"\w+", key) else self._written(key), each) for key, each in value.items())
-        return f"{{{','.join(f'{key}:{self._written(each)}' for key, each in pairs)}}}"
+        pairs = ((key if re.fullmatch(r"\w+", key) else self._written(key), content) for key, content in value.items())
+        return f"{{{','.join(f'{key}:{self._written(content)}' for key, content in pairs)}}}"
 
 
 def _quoted(value: Any) -> str:
@@ -90,7 +91,7 @@ def _read(text: str, *, blocks: bool = False) -> list[ToolCall | None]:
     listed, rest = decoded(f"[{''.join(parts).rstrip().rstrip(',')}]" if blocks else "".join(parts))
     if not isinstance(listed, list) or rest.strip():
         return [None]
-    pairs = [each if isinstance(each, list) and len(each) == 2 else [None, None] for each in listed]
+    pairs = [entry if isinstance(entry, list) and len(entry) == 2 else [None, None] for entry in listed]
     return [call_with(name, arguments) for name, arguments in pairs]
 
 

@@ -51,7 +51,7 @@ class Tagged(ToolFormat):
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         written = [self._written(call) for call in calls]
-        return "\n".join(self.block.format(calls=each) for each in (["".join(written)] if self.one_block else written))
+        return "\n".join(self.block.format(calls=body) for body in (["".join(written)] if self.one_block else written))
 
     def instructions(self) -> str:
         return f"{super().instructions()}\nWrite texts as they are, and other values as JSON."
@@ -63,7 +63,7 @@ class Tagged(ToolFormat):
         """What begins and ends a block, what begins and ends a call, an argument."""
         opening, _, closing = self.block.partition("{calls}")
         head, _, tail = self.call.partition("{arguments}")
-        follows = "|".join(re.escape(each.strip()) for each in (self.argument.partition("{key}")[0], tail or closing))
+        follows = "|".join(re.escape(mark.strip()) for mark in (self.argument.partition("{key}")[0], tail or closing))
         argument = _pattern(self.argument).replace(r"\s*(?P<value>.*?)\s*", r"\n?(?P<value>.*?)\n?")
         parts = [*map(_pattern, (opening, closing, head, tail)), rf"{argument}(?=\s*(?:{follows}))"]
         return tuple(re.compile(rf"\s*{part}", re.DOTALL) for part in parts)
@@ -89,11 +89,11 @@ class Tagged(ToolFormat):
         if (named := head.match(text, at)) is None:
             return None, at
         end, values = named.end(), dict[str, Any]()
-        while (each := argument.match(text, end)) is not None:
-            quoted = _literal(each["key"])
-            key = each["key"] if quoted is None else quoted
-            values[key] = self._value(each["value"], self._types(named["name"], key))
-            end = each.end()
+        while (entry := argument.match(text, end)) is not None:
+            quoted = _literal(entry["key"])
+            key = entry["key"] if quoted is None else quoted
+            values[key] = self._value(entry["value"], self._types(named["name"], key))
+            end = entry.end()
         ended = tail.match(text, end)
         return (None, at) if ended is None else (call_with(named["name"], values), ended.end())
 
@@ -122,6 +122,7 @@ class Tagged(ToolFormat):
         arguments = ""
         for key, value in json.loads(call.arguments).items():
             plain = isinstance(value, str) and self._is_plain(value, self._types(call.name, key))
+            # Within JSON, a closing tag would end the argument.
             text = value if plain else json.dumps(value).replace("</", "\\u003c/")
             name = key if _PLAIN_KEY.fullmatch(key) else json.dumps(key).replace("<", "\\u003c").replace(">", "\\u003e")
             arguments += self.argument.format(key=name, value=text)
@@ -158,8 +159,8 @@ def _types_of(schema: Any) -> frozenset[str] | None:
     if not isinstance(schema, Mapping):
         return None
     if isinstance(options := schema.get("anyOf", schema.get("oneOf")), list):
-        each = [_types_of(option) for option in options]
-        return None if None in each else frozenset(name for names in each for name in names or ())
+        types = [_types_of(option) for option in options]
+        return None if None in types else frozenset(name for names in types for name in names or ())
     kind = schema.get("type")
     return frozenset([kind] if isinstance(kind, str) else kind) if isinstance(kind, str | list) else None
 
