@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trivium.processes.isolated.child import Fork
+from trivium.processes.isolated.child import ForkedProcess
 
 
 class Ahead:
@@ -41,7 +41,7 @@ class Ahead:
         return self._waiting.pop(0).begin(command, **how) if self._waiting else subprocess.Popen(command, **how)
 
 
-class Waiting(Fork):
+class Waiting(ForkedProcess):
     """A child that becomes what it is asked for. It has the methods of `subprocess.Popen` that are used."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:

@@ -86,8 +86,8 @@ class ActorGroup:
                 max_concurrency=MAX_CONCURRENCY,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, placement.bundle),
             )
-            .remote(each, run_dir, threads)
-            for each, placement in zip(self.names, pool.placements, strict=True)
+            .remote(rank_name, run_dir, threads)
+            for rank_name, placement in zip(self.names, pool.placements, strict=True)
         ]
         self._is_shut_down = False
         self._caller = uuid.uuid4().hex
@@ -135,10 +135,12 @@ class ActorGroup:
             raise TriviumError(f"{method} of {self.names[0]}", "the group was shut down", "build a new group")
         calls: list[Call] = []
         with self._lock:
-            for rank, each in inputs.items():
+            for rank, rank_inputs in inputs.items():
                 is_wanted = wanted is None or rank in wanted
                 number = self._numbers[rank]
-                ref = self._actors[rank].call_in_order.remote(self._caller, number, method, each, is_wanted, *head)
+                ref = self._actors[rank].call_in_order.remote(
+                    self._caller, number, method, rank_inputs, is_wanted, *head
+                )
                 self._numbers[rank] += 1
                 calls.append(Call(ref, self.names[rank]))
         return calls
@@ -152,16 +154,16 @@ class ActorGroup:
         while waiting:
             refs = [*(life.ref for life in self._lives), *waiting]
             poll_s = min(_POLL_S, max(end - time.monotonic(), 0.0))
-            done, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
-            if done and (dead := self._dead()):  # asks again, since `ray.wait` returns an arbitrary ready reference
+            ready, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
+            if ready and (dead := self._dead()):  # asks again, since `ray.wait` returns an arbitrary ready reference
                 raise self._death(dead[0])
-            for ref in done:
+            for ref in ready:
                 number = waiting.pop(ref)
                 answer = calls[number].answer()
                 if answer.error is not None:
                     raise self._first_cause(answer.error, [calls[other] for other in waiting.values()])
                 results[number] = answer.value
-            if not done and time.monotonic() >= end:
+            if not ready and time.monotonic() >= end:
                 silent = ", ".join(calls[number].actor for number in waiting.values())
                 raise RoleFailed(silent, f"no answer after {self._deadline_s:.0f} s")
         return results
@@ -170,8 +172,8 @@ class ActorGroup:
         """Waits until all calls have ended, one call has failed or a rank has died."""
         waiting = {asyncio.ensure_future(call.answered()) for call in calls}
         while waiting and not self._dead():
-            done, waiting = await asyncio.wait(waiting, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            if any(task.result().error is not None for task in done):
+            ended, waiting = await asyncio.wait(waiting, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.result().error is not None for task in ended):
                 break
         for task in waiting:
             task.cancel()
@@ -180,8 +182,8 @@ class ActorGroup:
         """Waits until a rank dies, and raises ActorDied, which names it."""
         waiting = {asyncio.ensure_future(life.answered()): life for life in self._lives}
         try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            raise self._death(waiting[done.pop()])
+            ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            raise self._death(waiting[ended.pop()])
         finally:
             for task in waiting:
                 task.cancel()
@@ -205,17 +207,17 @@ class ActorGroup:
         waiting = {call.ref: call for call in others}
         while waiting and (poll_s := end - time.monotonic()) > 0:
             refs = [*(life.ref for life in self._lives), *waiting]
-            done, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
-            if done and (dead := self._dead()):
+            ready, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
+            if ready and (dead := self._dead()):
                 return self._death(dead[0])
-            errors += [other for ref in done if (other := waiting.pop(ref).answer().error) is not None]
+            errors += [other for ref in ready if (other := waiting.pop(ref).answer().error) is not None]
         return min(errors, key=causality)
 
     def _dead(self) -> list[Call]:
         """The ranks whose processes have ended."""
         refs = [life.ref for life in self._lives]
-        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        return [life for life in self._lives if life.ref in done]
+        ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return [life for life in self._lives if life.ref in ended]
 
     def _death(self, life: Call) -> BaseException:
         if self._is_shut_down:

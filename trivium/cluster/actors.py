@@ -361,8 +361,8 @@ def _options(name: str, namespace: str, num_gpus: float) -> dict[str, Any]:
 def death_cause(error: BaseException) -> str:
     """The cause of death of a process that Ray reports, without its general advice."""
     text = str(error)
-    known = text.partition("The actor is dead because ")[2] or text
-    return " ".join(known.partition(" Some common causes")[0].split())
+    cause = text.partition("The actor is dead because ")[2] or text
+    return " ".join(cause.partition(" Some common causes")[0].split())
 
 
 def causality(failure: BaseException) -> int:

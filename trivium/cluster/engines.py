@@ -50,12 +50,12 @@ class _Stream:
         self.log_probs += log_probs
         self._grown.set()
 
-    async def after(self, known: int) -> tuple[list[int], list[float]]:
+    async def after(self, num_known: int) -> tuple[list[int], list[float]]:
         """Waits for tokens after the first `known`."""
-        while len(self.tokens) <= known:
+        while len(self.tokens) <= num_known:
             self._grown.clear()
             await self._grown.wait()
-        return self.tokens[known:], self.log_probs[known:]
+        return self.tokens[num_known:], self.log_probs[num_known:]
 
 
 class HostedEngine:
@@ -80,11 +80,11 @@ class HostedEngine:
         finally:
             self._streams.pop(name, None)
 
-    async def tokens(self, name: str, known: int) -> tuple[list[int], list[float]]:
+    async def tokens(self, name: str, num_known: int) -> tuple[list[int], list[float]]:
         """The tokens of a stream after the first `known`, as soon as one is sampled, and their log-probabilities. The
         call may arrive before its stream, or after it: the caller cancels it at the end."""
         try:
-            return await self._streams[name].after(known)
+            return await self._streams[name].after(num_known)
         except asyncio.CancelledError:
             self._streams.pop(name, None)
             raise
@@ -292,11 +292,13 @@ class ReplicatedEngine(EnginePool[ActorReplica]):
         """Starts a replica for each name. Raises the error of building an engine."""
         pool = cls([ActorReplica(name, spec) for name in names])
         await asyncio.gather(*(replica.start() for replica in pool.replicas))
-        pool.max_context, each, streams = pool.replicas[0].facts
+        pool.max_context, capabilities, streams = pool.replicas[0].facts
         if streams:
             pool.stream = pool._stream
         # Not `updates_in_flight`: replicas change their weights at different tokens.
-        pool.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
+        pool.capabilities = Capabilities(
+            exact_sampling=capabilities.exact_sampling, batch_invariant=capabilities.batch_invariant
+        )
         return pool
 
     async def _stream(self, request: Request, on_tokens: OnTokens) -> Completion:

@@ -141,24 +141,24 @@ def _refuse_too_small(pools: Sequence[ResourcePool]) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for kind in ("CPU", "GPU"):
         have, largest = sum(node.get(kind, 0.0) for node in nodes), max(node.get(kind, 0.0) for node in nodes)
-        taken = 0.0
+        reserved = 0.0
         for pool in pools:
-            each = pool.cpus if kind == "CPU" else pool.gpus
-            on_one, wanted = each * max(pool.process_on_nodes), each * pool.world_size
-            if wanted and round(taken + wanted - have, _EXACT) > 0:
-                others = f", of which other pools take {taken:g}" if taken else ""
-                raise _missing(pool, kind, taken + wanted - have, f"the cluster has {have:g}{others}")
+            per_process = pool.cpus if kind == "CPU" else pool.gpus
+            on_one, wanted = per_process * max(pool.process_on_nodes), per_process * pool.world_size
+            if wanted and round(reserved + wanted - have, _EXACT) > 0:
+                others = f", of which other pools take {reserved:g}" if reserved else ""
+                raise _missing(pool, kind, reserved + wanted - have, f"the cluster has {have:g}{others}")
             if wanted and round(on_one - largest, _EXACT) > 0:
                 raise _missing(pool, kind, on_one - largest, f"no machine has more than {largest:g}")
-            taken += wanted
+            reserved += wanted
 
 
 def _still_waiting(pool: ResourcePool) -> TriviumError:
-    left = ray.available_resources()
+    free = ray.available_resources()
     wanted = {"CPU": pool.cpus * pool.world_size, "GPU": pool.gpus * pool.world_size}
-    kind = max(wanted, key=lambda kind: wanted[kind] - left.get(kind, 0.0))
-    missing = wanted[kind] - left.get(kind, 0.0)
-    reason = f"{left.get(kind, 0.0):g} are free after {pool.deadline_s:.0f} s, the rest is in use"
+    kind = max(wanted, key=lambda kind: wanted[kind] - free.get(kind, 0.0))
+    missing = wanted[kind] - free.get(kind, 0.0)
+    reason = f"{free.get(kind, 0.0):g} are free after {pool.deadline_s:.0f} s, the rest is in use"
     if missing <= 0:
         kind, missing = ("GPU" if pool.gpus else "CPU"), 0.0
         reason = f"enough are free after {pool.deadline_s:.0f} s"
@@ -166,9 +166,9 @@ def _still_waiting(pool: ResourcePool) -> TriviumError:
 
 
 def _missing(pool: ResourcePool, kind: str, number: float, reason: str) -> TriviumError:
-    each = " and ".join(_count(amount, of) for amount, of in ((pool.gpus, "GPU"), (pool.cpus, "CPU")) if amount)
+    resources = " and ".join(_count(amount, of) for amount, of in ((pool.gpus, "GPU"), (pool.cpus, "CPU")) if amount)
     return ConfigError(
-        f"the pool {pool.name!r}: {list(pool.process_on_nodes)} processes with {each} each",
+        f"the pool {pool.name!r}: {list(pool.process_on_nodes)} processes with {resources} each",
         f"{_count(number, kind)} missing: {reason}",
         "ask for fewer processes, wait for machines, or add some (`ray status` shows their use)",
     )

@@ -81,8 +81,8 @@ class RayRanks:
         )[0]
 
     def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: object) -> list[Any]:
-        each = [put_inputs(*share, *args) for share in shares]
-        inputs = {rank: each[rank // self._share_size] for rank in range(len(self.actors.names))}
+        share_inputs = [put_inputs(*share, *args) for share in shares]
+        inputs = {rank: share_inputs[rank // self._share_size] for rank in range(len(self.actors.names))}
         answering = range(0, len(inputs), self._share_size)
         results = self.actors.results(self.actors.call(method, inputs, wanted=answering))
         return [results[rank] for rank in answering]

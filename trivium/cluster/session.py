@@ -60,10 +60,10 @@ def ray_session(config: RunConfig, *_: object) -> Generator[TrainStage]:
 
     if address is not None:
         _refuse_unreachable(address, ray.util.get_node_ip_address)
-    own: dict[str, Any] = {} if address is not None else {"include_dashboard": False}
+    local_options: dict[str, Any] = {} if address is not None else {"include_dashboard": False}
     with _graceful_sigterm() as install_handler:
         try:
-            ray.init(address or "local", namespace=namespace, logging_level=logging.WARNING, **own)
+            ray.init(address or "local", namespace=namespace, logging_level=logging.WARNING, **local_options)
         except ConnectionError as error:
             raise _no_cluster(address, error) from error
         install_handler()
@@ -102,9 +102,9 @@ def _refuse_unreachable(address: str, own_address: Callable[[], str]) -> None:
         return
     # A local cluster may be addressed by loopback but listen on another interface, which Ray accepts.
     hosts = dict.fromkeys([host, own_address()] if host in ("127.0.0.1", "localhost") else [host])
-    for number, each in enumerate(hosts, start=1):
+    for number, candidate in enumerate(hosts, start=1):
         try:
-            socket.create_connection((each, int(port)), timeout=_CONNECT_S).close()
+            socket.create_connection((candidate, int(port)), timeout=_CONNECT_S).close()
             return
         except OSError as error:
             if number == len(hosts):

@@ -127,18 +127,18 @@ class Supervisor:
 
     def _poll(self) -> None:
         """Waits for an event and handles it. Raises the most probable first cause of a failure."""
-        done, _ = ray.wait(list(self._watched), timeout=_POLL_S)
-        failures = self._handle(done) or self._late()
+        ended, _ = ray.wait(list(self._watched), timeout=_POLL_S)
+        failures = self._handle(ended) or self._late()
         if not failures:
             return
         self._failing = True
-        done, _ = ray.wait(list(self._watched), num_returns=len(self._watched), timeout=_GRACE_S)
-        raise min([*failures, *self._handle(done)], key=causality)
+        ended, _ = ray.wait(list(self._watched), num_returns=len(self._watched), timeout=_GRACE_S)
+        raise min([*failures, *self._handle(ended)], key=causality)
 
-    def _handle(self, done: list[ray.ObjectRef[Answer]]) -> list[Exception]:
+    def _handle(self, ended: list[ray.ObjectRef[Answer]]) -> list[Exception]:
         """Handles ended calls. Returns the failures that end the stage."""
         failures: list[Exception] = []
-        for ref in done:
+        for ref in ended:
             if ref not in self._watched:
                 continue  # a call of an explorer whose death is handled
             name, what = self._watched.pop(ref)

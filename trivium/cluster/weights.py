@@ -38,9 +38,9 @@ class Stored:
 def store(version: int, weights: Weights) -> Stored:
     """Copies weights into the object store. Raises SyncError for a duplicate name."""
     hashes, refs, tensors = dict[str, str](), list[Any](), list[TensorSpec]()
-    for group in groups(((name, each.detach().cpu()) for name, each in unique(weights)), BUCKET_BYTES):
-        hashes |= (own := digests(group))
-        packed = [(*spec(name, tensor), own[name], raw(tensor).numpy()) for name, tensor in group]
+    for group in groups(((name, tensor.detach().cpu()) for name, tensor in unique(weights)), BUCKET_BYTES):
+        hashes |= (group_hashes := digests(group))
+        packed = [(*spec(name, tensor), group_hashes[name], raw(tensor).numpy()) for name, tensor in group]
         refs.append(ray.put(packed))
         tensors += [spec(name, tensor) for name, tensor in group]
         group.clear()

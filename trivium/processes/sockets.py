@@ -35,6 +35,7 @@ class Listening:
         """Waits for the connection of a process that has the key, and closes all others. Raises TimeoutError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            # Above 0, which would mean a socket that never waits.
             self._socket.settimeout(None if end is None else max(end - time.monotonic(), 0.001))
             accepted, sender = self._socket.accept()
             connection = _connection(accepted)

@@ -15,9 +15,9 @@ Group = Sequence[Named]
 class Incoming:
     """The receiving end. One thread calls `put`, another one iterates over the tensors."""
 
-    def __init__(self, taken: Callable[[], None]) -> None:
-        """Calls `taken` when the reader takes the first tensor of a group."""
-        self._taken = taken
+    def __init__(self, on_taken: Callable[[], None]) -> None:
+        """Calls `on_taken` when the reader takes the first tensor of a group."""
+        self._taken = on_taken
         self._arrived = SimpleQueue[list[Named] | Exception]()
 
     def put(self, group: Group) -> None:

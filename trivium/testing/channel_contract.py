@@ -38,23 +38,28 @@ async def check_channel(
             require(_same(await pair.deliver(version, mine), tensors), "collect yields what was offered, to the bit")
             for tensor in mine.values():
                 tensor.zero_()
-        kept = pair.trainer.versions
-        require(list(kept) == sorted({*kept} & {1, 2}), f"versions: the newest two at most, oldest first, not {kept}")
-        for version in kept:
+        versions = pair.trainer.versions
+        require(
+            list(versions) == sorted({*versions} & {1, 2}),
+            f"versions: the newest two at most, oldest first, not {versions}",
+        )
+        for version in versions:
             same = _same(await pair.collect(version), sent[version])
             require(same, "what versions promises can be collected again, whatever the trainer did to its tensors")
-        for version in {0, 1, 2, 99} - {*kept}:
+        for version in {0, 1, 2, 99} - {*versions}:
             require(await pair.refuses(version), f"collect({version}) is a SyncError: versions does not promise it")
         twice = [("weight", torch.ones(2)), ("weight", torch.zeros(2))]
         offered = await asyncio.gather(asyncio.to_thread(pair.trainer.offer, 3, twice), return_exceptions=True)
         require(isinstance(offered[0], SyncError), "offer refuses, with a SyncError, a name that comes twice")
-        await asyncio.to_thread(pair.trainer.save, directory, kept[:1])
+        await asyncio.to_thread(pair.trainer.save, directory, versions[:1])
         again = await _ChannelEnds.open(make, patience_s)
         await asyncio.to_thread(again.trainer.restore, directory)
-        require(again.trainer.versions == kept[:1], "restore takes back what was saved, and nothing that lies about")
-        for version in kept[:1]:
+        require(
+            again.trainer.versions == versions[:1], "restore takes back what was saved, and nothing that lies about"
+        )
+        for version in versions[:1]:
             require(_same(await again.collect(version), sent[version]), "what was saved comes back, to the bit")
-        for version in kept[1:]:
+        for version in versions[1:]:
             require(await again.refuses(version), "a version that was not saved is gone: a trainer will make it anew")
 
 
@@ -83,8 +88,8 @@ class _ChannelEnds:
         if not self.trainer_side.collective:
             require(await offering, "offer returns True: the version can be had")
             self.trainer_side.publish(version)
-        seen = await self.explorer_side.next_version("explorer-0", None, newest=True)
-        require(seen == version, f"the version on offer is {version}, not {seen}")
+        offered_version = await self.explorer_side.next_version("explorer-0", None, newest=True)
+        require(offered_version == version, f"the version on offer is {version}, not {offered_version}")
         collected = await self.collect(version)
         require(await offering, "offer returns True: an explorer has the version")
         self.explorer_side.adopted("explorer-0", version)

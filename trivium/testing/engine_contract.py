@@ -63,7 +63,7 @@ async def check_engine(
     """
     require(len(prompts) >= 2, "check_engine is given at least two prompts")
     allowed = tolerance if isinstance(tolerance, Tolerance) else TOLERANCES[tolerance]
-    given = weights or (policies[0].weights if policies else None)
+    new_weights = weights or (policies[0].weights if policies else None)
     engine = make()
     loads = capabilities_of(engine).adopts_weights
 
@@ -87,13 +87,15 @@ async def check_engine(
         if not loads:
             await run(_check_refusal(engine))
         else:
-            require(given is not None, "check_engine is given weights, or policies, for an engine that adopts weights")
-            assert given is not None
-            await run(_check_loading(engine, prompts, given, max_new_tokens))
+            require(
+                new_weights is not None, "check_engine is given weights, or policies, for an engine that adopts weights"
+            )
+            assert new_weights is not None
+            await run(_check_loading(engine, prompts, new_weights, max_new_tokens))
             if len(policies) > 1:
                 await run(check_sentinels(engine, prompts, policies, allowed, max_new_tokens))
             if capabilities_of(engine).updates_in_flight:
-                await run(_check_updating(engine, prompts, given, max_new_tokens))
+                await run(_check_updating(engine, prompts, new_weights, max_new_tokens))
     finally:
         await run(engine.close())
     await run(_check_closing(engine, make, prompts, max_new_tokens))
@@ -120,30 +122,35 @@ async def _check_completions(
     requests += [_request(prompt, 0, 1) for prompt in prompts]
     requests += [_request(prompt, 0, max_new_tokens, temperature=0.0) for prompt in prompts]
     together = await asyncio.gather(*map(engine.generate, requests))
-    for request, done in zip(requests, together, strict=True):
-        _check_completion(request, done, engine.version, eos)
+    for request, completion in zip(requests, together, strict=True):
+        _check_completion(request, completion, engine.version, eos)
     if not capabilities_of(engine).exact_sampling:
         return
-    for request, done in [*zip(requests, together, strict=True)][:: max(1, len(requests) // 8)]:
+    for request, completion in [*zip(requests, together, strict=True)][:: max(1, len(requests) // 8)]:
         alone = await engine.generate(request)
-        same = np.array_equal(alone.tokens, done.tokens) and alone.stop_reason is done.stop_reason
+        same = np.array_equal(alone.tokens, completion.tokens) and alone.stop_reason is completion.stop_reason
         require(same, "exact_sampling: the same key gives the same tokens, in whatever company")
         if capabilities_of(engine).batch_invariant:
-            bits = alone.log_prob.tobytes() == done.log_prob.tobytes()
+            bits = alone.log_prob.tobytes() == completion.log_prob.tobytes()
             require(bits, "batch_invariant: log-probabilities do not depend on the company, bit for bit")
 
 
-def _check_completion(request: Request, done: Completion, version: int, eos: frozenset[int]) -> None:
-    tokens, limit = done.tokens, request.sampling.max_new_tokens
+def _check_completion(request: Request, completion: Completion, version: int, eos: frozenset[int]) -> None:
+    tokens, limit = completion.tokens, request.sampling.max_new_tokens
     require(1 <= len(tokens) <= limit, f"a completion has 1 to max_new_tokens = {limit} tokens, not {len(tokens)}")
-    require(len(tokens) == len(done.log_prob) == len(done.policy_version), "one log_prob and version per token")
-    require(bool(np.isfinite(done.log_prob).all() and (done.log_prob <= 0).all()), "log_prob is finite and at most 0")
-    require(bool((done.policy_version == version).all()), f"policy_version is the loaded version {version}")
-    require(request.sampling.temperature > 0 or not done.log_prob.any(), "log_prob is 0 at temperature 0")
+    require(
+        len(tokens) == len(completion.log_prob) == len(completion.policy_version), "one log_prob and version per token"
+    )
+    require(
+        bool(np.isfinite(completion.log_prob).all() and (completion.log_prob <= 0).all()),
+        "log_prob is finite and at most 0",
+    )
+    require(bool((completion.policy_version == version).all()), f"policy_version is the loaded version {version}")
+    require(request.sampling.temperature > 0 or not completion.log_prob.any(), "log_prob is 0 at temperature 0")
     ends = [int(token) in eos for token in tokens]
     require(not any(ends[:-1]), "a completion ends with its first end-of-sequence token")
     expected = StopReason.EOS if ends[-1] else StopReason.LENGTH
-    require(done.stop_reason is expected, f"stop_reason is {expected}, not {done.stop_reason}")
+    require(completion.stop_reason is expected, f"stop_reason is {expected}, not {completion.stop_reason}")
     require(ends[-1] or len(tokens) == limit, "a completion without end of sequence has max_new_tokens tokens")
 
 
@@ -165,10 +172,13 @@ async def _check_crowd(
             continue
         require(not call.cancelled(), f"{crowd} requests at once: none ends as cancelled that its caller wants")
         _check_completion(request, call.result(), engine.version, eos)
-    kept = range(0, crowd, 3)[: max(2, crowd // 60)]
+    chosen = range(0, crowd, 3)[: max(2, crowd // 60)]
     if capabilities_of(engine).exact_sampling:
-        again = await asyncio.gather(*(engine.generate(requests[number]) for number in kept))
-        same = all(np.array_equal(done.tokens, calls[n].result().tokens) for n, done in zip(kept, again, strict=True))
+        again = await asyncio.gather(*(engine.generate(requests[number]) for number in chosen))
+        same = all(
+            np.array_equal(completion.tokens, calls[n].result().tokens)
+            for n, completion in zip(chosen, again, strict=True)
+        )
         require(same, "exact_sampling: the same key gives the same tokens among many requests")
 
 
@@ -179,9 +189,9 @@ async def _check_stop_strings(
     plain = [_request(prompt, index, max_new_tokens, min(index, 1.0)) for prompt in prompts for index in range(6)]
     before = await asyncio.gather(*map(engine.generate, plain))
     stopped: list[Request] = []
-    for request, done in zip(plain, before, strict=True):
-        last = len(done.tokens) - (done.stop_reason is StopReason.EOS)
-        texts = [decode(done.tokens[:count].tolist()) for count in range(last + 1)]
+    for request, completion in zip(plain, before, strict=True):
+        last = len(completion.tokens) - (completion.stop_reason is StopReason.EOS)
+        texts = [decode(completion.tokens[:count].tolist()) for count in range(last + 1)]
         spans = [(at, at + width) for at in (0, 2) for width in (1, 2) if at + width < len(texts)]
         pieces = {texts[stop][len(texts[start]) :] for start, stop in spans}
         usable = sorted(piece for piece in pieces if piece and "\ufffd" not in piece)
@@ -189,23 +199,28 @@ async def _check_stop_strings(
     require(len(stopped) > 0, "check_engine is given prompts after which the policy writes text, for stop strings")
     stopped += [replace(r, sampling=replace(r.sampling, stop=("\x00never", *r.sampling.stop))) for r in stopped[:2]]
     reasons: set[StopReason] = set()
-    for request, done in zip(stopped, await asyncio.gather(*map(engine.generate, stopped)), strict=True):
-        reasons.add(done.stop_reason)
-        tokens, stop = done.tokens.tolist(), request.sampling.stop
+    for request, completion in zip(stopped, await asyncio.gather(*map(engine.generate, stopped)), strict=True):
+        reasons.add(completion.stop_reason)
+        tokens, stop = completion.tokens.tolist(), request.sampling.stop
         counts = range(1, len(tokens) + 1)
         first = next((n for n in counts if any(text in decode(tokens[:n]) for text in stop)), None)
         if tokens and tokens[-1] in eos:
-            require(done.stop_reason is StopReason.EOS, f"stop_reason is eos, not {done.stop_reason}")
+            require(completion.stop_reason is StopReason.EOS, f"stop_reason is eos, not {completion.stop_reason}")
             first = None if first == len(tokens) else first
             require(first is None, f"a completion ends with the token that completes a stop string of {stop!r}")
         elif first is None:
-            found = f"stop_reason {done.stop_reason} without a stop string of {stop!r} in its {len(tokens)} tokens"
-            whole = done.stop_reason is StopReason.LENGTH and len(tokens) == request.sampling.max_new_tokens
-            require(whole, f"the tokens of a stop string are kept: {found}")
+            ending = (
+                f"stop_reason {completion.stop_reason} without a stop string of {stop!r} in its {len(tokens)} tokens"
+            )
+            whole = completion.stop_reason is StopReason.LENGTH and len(tokens) == request.sampling.max_new_tokens
+            require(whole, f"the tokens of a stop string are kept: {ending}")
         else:
             require(first == len(tokens), f"a completion ends with the token that completes a stop string of {stop!r}")
-            require(done.stop_reason is StopReason.STOP, f"stop_reason is stop, not {done.stop_reason}")
-        require(len(tokens) == len(done.log_prob) == len(done.policy_version), "one log_prob and version per token")
+            require(completion.stop_reason is StopReason.STOP, f"stop_reason is stop, not {completion.stop_reason}")
+        require(
+            len(tokens) == len(completion.log_prob) == len(completion.policy_version),
+            "one log_prob and version per token",
+        )
     require(StopReason.STOP in reasons, "a stop string that the policy samples ends a completion")
 
 
@@ -231,8 +246,8 @@ async def _check_streaming(engine: StreamingEngine, prompts: Sequence[IntArray],
         return await engine.stream(request, on_tokens)
 
     streams = await asyncio.gather(*(stream(number, request) for number, request in enumerate(requests)))
-    for done, parts in zip(streams, reported, strict=True):
-        same = [*zip(done.tokens.tolist(), done.log_prob.tolist(), strict=True)] == parts
+    for completion, parts in zip(streams, reported, strict=True):
+        same = [*zip(completion.tokens.tolist(), completion.log_prob.tolist(), strict=True)] == parts
         require(same, "stream: on_tokens gets every token with its log-probability, in order, before stream returns")
     require(max(num_calls) > 1, "stream: on_tokens is called while tokens are sampled, not once at the end")
     if capabilities_of(engine).exact_sampling:
@@ -241,11 +256,11 @@ async def _check_streaming(engine: StreamingEngine, prompts: Sequence[IntArray],
         require(same, "stream: the same key gives the same tokens as generate")
 
     def leave(tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        left.cancel()
+        abandoned.cancel()
 
-    left = asyncio.ensure_future(engine.stream(requests[0], leave))
-    await asyncio.wait([left])
-    require(left.cancelled(), "stream ends when it is cancelled after its first token: let CancelledError through")
+    abandoned = asyncio.ensure_future(engine.stream(requests[0], leave))
+    await asyncio.wait([abandoned])
+    require(abandoned.cancelled(), "stream ends when it is cancelled after its first token: let CancelledError through")
 
 
 async def _check_cancelling(engine: RolloutEngine, prompts: Sequence[IntArray], max_new_tokens: int) -> None:
@@ -275,33 +290,39 @@ async def _check_loading(
     await loading
     require(engine.version == new, "version is the one that was loaded, once load returns")
     early, late = await asyncio.gather(*before), await asyncio.gather(*after)
-    kept = all((done.policy_version == old).all() for done in early)
-    require(kept, "load waits for the completions in flight: they belong to the old version, whole")
-    require(all((done.policy_version == new).all() for done in late), "requests after load wait for the new version")
+    are_old = all((completion.policy_version == old).all() for completion in early)
+    require(are_old, "load waits for the completions in flight: they belong to the old version, whole")
+    require(
+        all((completion.policy_version == new).all() for completion in late),
+        "requests after load wait for the new version",
+    )
     if isinstance(engine, ReadableEngine):
-        held, given = dict(await engine.weights()), dict(weights())
-        same = all(name in held and same_bits(held[name], value.to(held[name].dtype)) for name, value in given.items())
+        held, loaded = dict(await engine.weights()), dict(weights())
+        same = all(name in held and same_bits(held[name], value.to(held[name].dtype)) for name, value in loaded.items())
         require(same, "weights: what is held after load is what was given, in the engine's own type, to the bit")
 
 
 async def _check_updating(
     engine: RolloutEngine, prompts: Sequence[IntArray], weights: Callable[[], Weights], max_new_tokens: int
 ) -> None:
-    old, new, given = engine.version, engine.version + 1, list(weights())
+    old, new, named = engine.version, engine.version + 1, list(weights())
     requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
     before = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     await asyncio.sleep(0)
-    await engine.load(new, given, in_flight="update")
+    await engine.load(new, named, in_flight="update")
     require(engine.version == new, "version is the one that was loaded, once load returns")
     after = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     early, late = await asyncio.gather(*before), await asyncio.gather(*after)
-    spans = [done.policy_version for done in early]
+    spans = [completion.policy_version for completion in early]
     in_order = all((np.diff(span) >= 0).all() and {*span.tolist()} <= {old, new} for span in spans)
     require(in_order, "updates_in_flight: tokens before it are the old version's, others the new one's")
     require(
         any((span == new).any() for span in spans), "updates_in_flight: completions in flight continue with new weights"
     )
-    require(all((done.policy_version == new).all() for done in late), "later requests are the new version's, whole")
+    require(
+        all((completion.policy_version == new).all() for completion in late),
+        "later requests are the new version's, whole",
+    )
 
 
 def _request(prompt: IntArray, index: int, max_new_tokens: int, temperature: float = 1.0) -> Request:

@@ -65,12 +65,12 @@ async def check_log_probs(
     for temperature in _TEMPERATURES:
         rows = [row for row, request in enumerate(requests) if request.sampling.temperature == temperature]
         pairs = [(requests[row], completions[row]) for row in rows]
-        own = _reference(pairs, policy, temperature)
+        reference = _reference(pairs, policy, temperature)
         for other in _TEMPERATURES:
-            apart = _difference(own, _reference(pairs, policy, other))
+            apart = _difference(reference, _reference(pairs, policy, other))
             distinct = other == temperature or apart[0] > 4 * tolerance.mean
             require(distinct, "check_engine is given a policy whose distribution depends on the temperature")
-        _compare(pairs, own, tolerance, f"at temperature {temperature} log_prob is the training engine's")
+        _compare(pairs, reference, tolerance, f"at temperature {temperature} log_prob is the training engine's")
 
 
 async def check_truncation(
@@ -90,7 +90,7 @@ async def check_truncation(
         # At this temperature tokens within the tolerance of the best one share all of the probability.
         require(bool((numbers > -5).all()), "temperature 0 and top_k 1 take the most probable token")
     later = completions[len(greedy) :]
-    exact = all(np.abs(done.log_prob).max(initial=0) <= tolerance.largest for done in later)
+    exact = all(np.abs(completion.log_prob).max(initial=0) <= tolerance.largest for completion in later)
     require(exact, "log_prob is that of the distribution sampled from: 0 where top_k leaves one token")
 
 
@@ -107,21 +107,23 @@ async def check_sentinels(
     before = await asyncio.gather(*map(engine.generate, requests))
     requests += [
         _request(
-            np.concatenate([request.prompt_tokens, done.tokens, request.prompt_tokens[:1]]),
+            np.concatenate([request.prompt_tokens, completion.tokens, request.prompt_tokens[:1]]),
             ("longer",),
             Sampling(max_new_tokens),
         )
-        for request, done in zip(requests, before, strict=True)
+        for request, completion in zip(requests, before, strict=True)
     ]
     requests = [request for request in requests if len(request.prompt_tokens) + max_new_tokens <= engine.max_context]
     for policy, other in ((policies[1], policies[0]), (policies[0], policies[1])):
         await asyncio.gather(*map(engine.generate, requests))  # fills the engine's cache of prompts
         await engine.load(engine.version + 1, policy.weights())
         pairs = [*zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True)]
-        own = _reference(pairs, policy, 1.0)
-        apart = _difference(own, _reference(pairs, other, 1.0))
+        reference = _reference(pairs, policy, 1.0)
+        apart = _difference(reference, _reference(pairs, other, 1.0))
         require(apart[0] > 4 * tolerance.mean, "check_engine is given two policies that differ")
-        _compare(pairs, own, tolerance, "after load, log_prob is that of the new weights, with nothing cached before")
+        _compare(
+            pairs, reference, tolerance, "after load, log_prob is that of the new weights, with nothing cached before"
+        )
 
 
 async def check_conversation(
@@ -148,8 +150,8 @@ async def check_conversation(
         (numbers,) = policy.log_probs([experience.tokens], 1.0)
         mask = experience.response_mask
         apart = _difference([numbers[mask]], [experience.rollout_log_prob[mask]])
-        kept = apart[0] <= tolerance.mean and apart[1] <= tolerance.largest
-        require(kept, f"log_prob of every turn is the training engine's of the whole conversation{_off(apart)}")
+        is_close = apart[0] <= tolerance.mean and apart[1] <= tolerance.largest
+        require(is_close, f"log_prob of every turn is the training engine's of the whole conversation{_off(apart)}")
 
 
 def _request(prompt: IntArray, path: tuple[int | str, ...], sampling: Sampling) -> Request:
@@ -160,15 +162,15 @@ def _reference(
     pairs: Sequence[tuple[Request, Completion]], policy: ReferencePolicy, temperature: float
 ) -> list[FloatArray]:
     """The training engine's log-probabilities of the tokens of each completion."""
-    sequences = [np.concatenate([request.prompt_tokens, done.tokens]) for request, done in pairs]
+    sequences = [np.concatenate([request.prompt_tokens, completion.tokens]) for request, completion in pairs]
     numbers = policy.log_probs(sequences, temperature)
-    return [each[len(request.prompt_tokens) :] for each, (request, _) in zip(numbers, pairs, strict=True)]
+    return [values[len(request.prompt_tokens) :] for values, (request, _) in zip(numbers, pairs, strict=True)]
 
 
 def _compare(
     pairs: Sequence[tuple[Request, Completion]], reference: Sequence[FloatArray], tolerance: Tolerance, promise: str
 ) -> None:
-    apart = _difference([done.log_prob for _, done in pairs], reference)
+    apart = _difference([completion.log_prob for _, completion in pairs], reference)
     require(apart[0] <= tolerance.mean and apart[1] <= tolerance.largest, promise + _off(apart))
 
 

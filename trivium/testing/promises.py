@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def require(kept: bool, promise: str) -> None:
+def require(holds: bool, promise: str) -> None:
     """Raises AssertionError with the promise that was not kept."""
-    if not kept:
+    if not holds:
         raise AssertionError(promise)
 
 

@@ -38,8 +38,10 @@ def check_tool_format(
         require(other.read(text) == (text, ()), "a call of an unknown tool leaves the whole completion text")
         require(CallableTools(frozenset(), how).read(text) == (text, ()), "without tools, a completion is text")
         for size in range(len(text) + 1):
-            known = tools.certain(text[:size])
-            require(before.startswith(known), f"no part of a call is certain to be text, and {known!r} is, of {text!r}")
+            certain = tools.certain(text[:size])
+            require(
+                before.startswith(certain), f"no part of a call is certain to be text, and {certain!r} is, of {text!r}"
+            )
     for size in {1, len(written) // 2, len(written) - 1}:
         cut = how.read(written[:size])
         require(cut is None or len(cut[1]) < len(calls), f"a call that is cut is no call: {written[:size]!r}")
@@ -47,7 +49,9 @@ def check_tool_format(
     require(after is None, "calls with text after them are text")
     for text in (how.write([ToolCall(name, arguments)]) for name in tools.names for arguments in _UNSENDABLE):
         sent = [call.arguments for call in tools.read(text)[1]]
-        require(sent == [json_object(each) for each in sent], f"a response can contain any call: {text!r:.99}")
+        require(
+            sent == [json_object(arguments) for arguments in sent], f"a response can contain any call: {text!r:.99}"
+        )
     require(not any(map(how.begins, ("", content))), "a completion without a mark begins no call")
     require(how.begins(written), "a completion with calls begins one")
     for text in texts:

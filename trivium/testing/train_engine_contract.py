@@ -40,8 +40,8 @@ def check_train_engine(make: Callable[[], TrainEngine], batch: Batch, directory:
 
 
 def _check_scores(engine: TrainEngine, batch: Batch) -> None:
-    scores = [np.asarray(each) for each in engine.score(batch, "old")]
-    lengths = [len(each) for each in scores]
+    scores = [np.asarray(array) for array in engine.score(batch, "old")]
+    lengths = [len(array) for array in scores]
     require(lengths == batch.lengths, f"score returns one number for each token of each experience, not {lengths}")
     for scored, experience in zip(scores, batch.experiences, strict=True):
         require(bool(np.isfinite(scored).all()), "scores are finite")

@@ -67,6 +67,8 @@ class CallLimits(NamedTuple):
     def begin(self) -> None:
         if self.cpu_s is not None:
             usage = resource.getrusage(resource.RUSAGE_SELF)
+            # The kernel counts the whole life of the process. The hard limit stays, since no process can raise it
+            # again.
             used = int(usage.ru_utime + usage.ru_stime) + 1
             resource.setrlimit(resource.RLIMIT_CPU, (used + self.cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         if self.wall_s is not None:

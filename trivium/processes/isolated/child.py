@@ -45,7 +45,7 @@ class Child:
     """A child process and the socket to it. Deleting this object kills the process."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes] | Fork, channel: socket.socket, timeout_s: float | None = None
+        self, process: subprocess.Popen[bytes] | ForkedProcess, channel: socket.socket, timeout_s: float | None = None
     ) -> None:
         """`timeout_s` bounds each `send` and `receive`. None waits until the process answers or ends, or another thread
         calls `kill`."""
@@ -85,12 +85,12 @@ class Child:
         return self._process.wait()
 
 
-def _end(owner: int, process: subprocess.Popen[bytes] | Fork, *channel: socket.socket | IO[bytes]) -> None:
+def _end(owner: int, process: subprocess.Popen[bytes] | ForkedProcess, *channel: socket.socket | IO[bytes]) -> None:
     if os.getpid() == owner:  # not a fork of the owner, which deletes its copy of the `Child`
         process.kill()  # without effect on a process that has been waited for
         process.wait()
-        for each in channel:
-            each.close()
+        for file in channel:
+            file.close()
 
 
 def spawn(
@@ -135,10 +135,10 @@ def fork(serve: Callable[[socket.socket], NoReturn]) -> Child:
     if not pid:
         serve(theirs)
     theirs.close()
-    return Child(Fork(pid), ours)
+    return Child(ForkedProcess(pid), ours)
 
 
-class Fork:
+class ForkedProcess:
     """The part of `subprocess.Popen` that `Child` uses, for a process that `os.fork` started."""
 
     def __init__(self, pid: int) -> None:

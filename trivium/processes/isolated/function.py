@@ -69,8 +69,8 @@ def _ending(code: int) -> str:
     if code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
-    known = {"SIGKILL": ", as the system does if memory is short", "SIGXCPU": ": its CPU time was used up"}
-    return f"was ended by {name}{known.get(name, '')}"
+    causes = {"SIGKILL": ", as the system does if memory is short", "SIGXCPU": ": its CPU time was used up"}
+    return f"was ended by {name}{causes.get(name, '')}"
 
 
 class _Call:

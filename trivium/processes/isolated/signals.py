@@ -71,14 +71,14 @@ def _checked_main_thread() -> threading.Thread:
 
 def _install_checks() -> None:
     """Puts a check in front of these functions. Outside `main_thread_wanted` it changes nothing."""
-    own = sys.modules["_signal"]  # signal.signal calls this one's, also where a module imported it by name
+    builtin_signal = sys.modules["_signal"]  # signal.signal calls this one's, also where a module imported it by name
     for name in _NAMES:
-        function = getattr(own, name, None)
+        function = getattr(builtin_signal, name, None)
         if function is not None:
             checked = _checked(name, function)
             if getattr(signal, name) is function:
                 setattr(signal, name, checked)
-            setattr(own, name, checked)
+            setattr(builtin_signal, name, checked)
     threading.main_thread = _checked_main_thread
 
 
