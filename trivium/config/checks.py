@@ -58,7 +58,7 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
 
 def _check_threshold(until: ThresholdConfig, config: RunConfig) -> Iterator[Problem]:
     asked = f"a stage that ends by {until.metric!r}"
-    yield from (Problem("schedule.until.metric", asked, *each) for each in _missing_metric(until.metric, config))
+    yield from (Problem("schedule.until.metric", asked, *parts) for parts in _missing_metric(until.metric, config))
     if until.below is None and until.above is None:
         yield Problem("schedule.until", asked, "no threshold", "set schedule.until.below or schedule.until.above")
 
@@ -274,8 +274,8 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
             )
         return
     if evaluation.taskset not in config.tasks:
-        known = suggest(evaluation.taskset, config.tasks)
-        yield Problem("evaluation.taskset", f"the taskset {evaluation.taskset!r}", "no such taskset", known)
+        suggestion = suggest(evaluation.taskset, config.tasks)
+        yield Problem("evaluation.taskset", f"the taskset {evaluation.taskset!r}", "no such taskset", suggestion)
     if evaluation.observations:
         yield from _check_observations(config)
     for k in evaluation.k:

@@ -29,12 +29,16 @@ def keys_of_other_trainers() -> Mapping[str, str]:
     return keys
 
 
-def hint(where: str, value: object, known: Mapping[str, Any]) -> str:
-    """What to write instead of the unknown key at `where` (dotted), which holds `value`; `known` are valid keys."""
+def hint(where: str, value: object, valid_keys: Mapping[str, Any]) -> str:
+    """What to write instead of the unknown key at `where` (dotted), which holds `value`."""
     foreign = list(_foreign(where, value))[:_SHOWN]
     if foreign:
         return "; ".join(f"{theirs} is {ours} here" for theirs, ours in foreign)
-    return suggest(where.rpartition(".")[2], known) if known else "leave the key out: Trivium has no such setting"
+    return (
+        suggest(where.rpartition(".")[2], valid_keys)
+        if valid_keys
+        else "leave the key out: Trivium has no such setting"
+    )
 
 
 def _foreign(where: str, value: object) -> Iterator[tuple[str, str]]:

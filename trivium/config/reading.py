@@ -98,6 +98,7 @@ def _unusable_values(value: object, where: str) -> Iterator[Problem]:
     elif isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
         yield Problem(where, "text", f"{value[:60]!r} holds half of a surrogate pair", "write the whole character")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        # By the logarithm of 2: Python refuses to write integers of more than 4,300 digits.
         digits = f"one of about {round(value.bit_length() * 0.30103)} digits"
         yield Problem(where, "a whole number of at most 64 bits", digits, "write a smaller one")
 
@@ -124,12 +125,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+def _num_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
     """The number of values of the node, with every alias written out."""
-    if node not in known and isinstance(node, yaml.CollectionNode):
+    if node not in counts and isinstance(node, yaml.CollectionNode):
         parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-        known[node] = 1 + sum(_num_values(part, known) for part in parts)
-    return known.get(node, 1)
+        counts[node] = 1 + sum(_num_values(part, counts) for part in parts)
+    return counts.get(node, 1)
 
 
 def read_bounded(path: Path) -> str:
@@ -148,11 +149,11 @@ def read_bounded(path: Path) -> str:
     return data.decode("utf-8")
 
 
-def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_yaml(path: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A YAML mapping with its `extends` followed."""
     try:
         path = path.resolve()
-        if path in seen:
+        if path in including:
             raise ConfigError(f"read {path.name}", "it extends itself", "break the circle of `extends`")
         if path.suffix in (".py", ".sh"):
             do = "name a YAML file; `trivium translate` makes one of another trainer's script"
@@ -174,7 +175,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return section
     if not isinstance(parent, str):
         raise ConfigError(f"read the config {path}", f"extends: {parent!r}", "name one file, relative to this one")
-    return overlaid(read_yaml(path.parent / parent, (*seen, path)), section)
+    return overlaid(read_yaml(path.parent / parent, (*including, path)), section)
 
 
 def overlaid(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,8 +244,8 @@ def _validate(data: Mapping[str, Any], without: Collection[str]) -> tuple[RunCon
             continue
         problems += check(staged, f"stages[{number}].", without)
         complete = staged.model_dump(mode="json", exclude_unset=True)
-        own = {name: None if value is None else complete[name] for name, value in change.items()}
-        resolved.append({**({"name": stage["name"]} if "name" in stage else {}), **own})
+        changed_values = {name: None if value is None else complete[name] for name, value in change.items()}
+        resolved.append({**({"name": stage["name"]} if "name" in stage else {}), **changed_values})
     if not config.stages:
         problems += check(config, without=without)
     return config.model_copy(update={"stages": tuple(resolved)}), problems
@@ -279,8 +280,8 @@ def _flattened(error: ValidationError, owner: type[BaseModel], prefix: str) -> I
             yield Problem(where, cause.error.asked, cause.error.found, cause.error.do)
         elif item["type"] == "extra_forbidden":
             section = section_at(owner, item["loc"][:-1])
-            known = section.model_fields if section is not None else {}
-            yield Problem(where, f"the key {item['loc'][-1]!r}", "no such key here", hint(where, item["input"], known))
+            fields = section.model_fields if section is not None else {}
+            yield Problem(where, f"the key {item['loc'][-1]!r}", "no such key here", hint(where, item["input"], fields))
         elif item["type"] in ("model_type", "model_attributes_type", "dict_type"):
             section = section_at(owner, item["loc"])
             keys = ", ".join(section.model_fields) if section is not None else ""

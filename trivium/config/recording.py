@@ -52,12 +52,12 @@ def recorded_in(config: RunConfig) -> str | None:
         if what == "routing":
             shape = shape_in(config)
             width = 0 if shape is None else shape.routing_per_token
-            each = f", at most {width} bytes a token of prompt and completion" if width else ""
-            lines.append(f"experts, chosen again in training{each}")
+            per_token = f", at most {width} bytes a token of prompt and completion" if width else ""
+            lines.append(f"experts, chosen again in training{per_token}")
         else:
-            sampling, each = config.engine.sampling, "up to half of the vocabulary's ids a token, a few as a rule"
+            sampling, per_token = config.engine.sampling, "up to half of the vocabulary's ids a token, a few as a rule"
             if sampling.top_k:
-                each = f"at most {4 * sampling.top_k + 4} bytes a token"
+                per_token = f"at most {4 * sampling.top_k + 4} bytes a token"
             names = ", ".join(sampling.changes_distribution())
-            lines.append(f"what {names} keep, over which log-probabilities are computed: {each}")
+            lines.append(f"what {names} keep, over which log-probabilities are computed: {per_token}")
     return "; ".join(lines) or None

@@ -51,11 +51,13 @@ def _agreed(stage: RunConfig) -> dict[str, object]:
     """The sections of a stage that explorers and trainer both read, as JSON values. Of the algorithm, an explorer reads
     the advantage estimator, which decides whether groups need rewards or a greedy completion."""
     fields = type(stage).model_fields.items()
-    read = {name: getattr(stage, name) for name, field in fields if _resume_rule(field) != "free" and name != "train"}
+    values = {name: getattr(stage, name) for name, field in fields if _resume_rule(field) != "free" and name != "train"}
     estimator = getattr(stage.algorithm, "advantage", None)
-    read |= {"algorithm": {"kind": stage.algorithm.kind, "advantage": estimator}}
-    tasks = {f"tasks.{name}": source for name, source in read.pop("tasks").items()}
-    return {name: _lasting(value) for name, value in (read | tasks).items()} | {"schedule.steps": stage.schedule.steps}
+    values |= {"algorithm": {"kind": stage.algorithm.kind, "advantage": estimator}}
+    tasks = {f"tasks.{name}": source for name, source in values.pop("tasks").items()}
+    return {name: _lasting(value) for name, value in (values | tasks).items()} | {
+        "schedule.steps": stage.schedule.steps
+    }
 
 
 def _lasting(value: object) -> object:

@@ -127,9 +127,9 @@ class EvaluationSampling(BaseConfig):
     def sampling(self, training: SamplingConfig, samples: int) -> Sampling:
         """The settings as the `Sampling` of a request, for `samples` samples per task; unset fields are as in
         training."""
-        own, other = self.model_dump(), training.model_dump()
+        settings, other = self.model_dump(), training.model_dump()
         other["temperature"] = other["temperature"] if samples > 1 else 0.0
-        return Sampling(**{name: other[name] if value is None else value for name, value in own.items()})
+        return Sampling(**{name: other[name] if value is None else value for name, value in settings.items()})
 
 
 class EvaluationSection(BaseConfig):

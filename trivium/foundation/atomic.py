@@ -106,6 +106,7 @@ def commit(staging: Path, final: Path, step: int) -> None:
             fsync(path)
         if final.exists():
             discard(final)  # a run that resumed from an earlier step saves this step again
+        # After everything in it is on disk: a directory with its final name is complete, also after a loss of power.
         staging.rename(final)
         fsync(final.parent)
 

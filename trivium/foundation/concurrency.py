@@ -190,11 +190,11 @@ def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Waiting(NamedTuple):
-    """Describes a wait for its error: `who` waits for `whom` and has last `seen` this state."""
+    """Describes a wait for its error: `who` waits for `whom`, whose `last_state` is a text."""
 
     who: str
     whom: str
-    seen: str = ""
+    last_state: str = ""
 
 
 class ProgressDeadline:
@@ -223,7 +223,7 @@ class ProgressDeadline:
         found = f"waiting for {now - self._began:.0f} s, without progress for {now - self._progressed:.0f} s"
         return SyncError(
             f"{waiting.who} waits for {waiting.whom}",
-            f"{found}; {waiting.seen}" if waiting.seen else found,
+            f"{found}; {waiting.last_state}" if waiting.last_state else found,
             "look at the log of the other side; raise sync.deadline_s if it is only slow",
         )
 
@@ -503,6 +503,7 @@ class ProcessLife:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
+        # It is the process of another user.
         except PermissionError:
             return True
         return True
@@ -519,9 +520,11 @@ class ProcessLife:
 def _proc_stat(pid: int) -> tuple[str, str, int] | None:
     """(state, start time, clock ticks of CPU time) of a process; None if it has ended or the system has no /proc."""
     try:
+        # The name of the program, in parentheses, may contain any character: the last one ends it.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    # Fields 3, 22, 14 and 15 of proc(5).
     return fields[0], fields[19], int(fields[11]) + int(fields[12])
 
 

@@ -155,11 +155,11 @@ def text_of(value: object, limit: int = 4000, text: Callable[[Any], str] = str) 
     """`str(value)` (or `repr`) as printable text for any value: shortened to `limit` characters, with lone surrogates
     escaped. If `str` raises, returns a text with the type of the error."""
     try:
-        shown = text(value)
+        printed = text(value)
     except Exception as error:
-        shown = f"a {type(value).__name__} whose text raises {type(error).__name__}"
-    shown = shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
-    return shown.encode(errors="backslashreplace").decode()
+        printed = f"a {type(value).__name__} whose text raises {type(error).__name__}"
+    printed = printed if len(printed) <= limit else f"{printed[: limit - 3]}..."
+    return printed.encode(errors="backslashreplace").decode()
 
 
 def described(value: object) -> str:

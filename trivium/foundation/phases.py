@@ -50,8 +50,8 @@ _COLLECTING: ContextVar[Phases | None] = ContextVar("phases", default=None)
 def phase(name: str, batch: Batch | None = None) -> Generator[None]:
     """Adds the time of this block and the size of `batch` to the phase `name` of the open collection, if any."""
     started = time.monotonic()
-    if (shown := _CURRENT.get()) is not None:
-        shown.phase, shown.total, shown.done = name, None, 0
+    if (current_activity := _CURRENT.get()) is not None:
+        current_activity.phase, current_activity.total, current_activity.completed = name, None, 0
     yield
     add_span(TRAINER_LANE, name, started, time.monotonic())
     collected = _COLLECTING.get()
@@ -83,9 +83,9 @@ def collecting() -> Generator[Phases]:
 
 def measured(phases: Mapping[str, Phase]) -> Metrics:
     """Seconds by phase, and the tokens of trained sequences per second of all phases."""
-    metrics = {f"time/{name}": each.seconds for name, each in phases.items()}
-    tokens = max((each.tokens for name, each in phases.items() if name.startswith("update/")), default=0)
-    seconds = sum(each.seconds for each in phases.values())
+    metrics = {f"time/{name}": phase.seconds for name, phase in phases.items()}
+    tokens = max((phase.tokens for name, phase in phases.items() if name.startswith("update/")), default=0)
+    seconds = sum(phase.seconds for phase in phases.values())
     return {**metrics, "perf/train_tokens_per_second": tokens / seconds} if tokens and seconds else metrics
 
 
@@ -102,8 +102,8 @@ class Activity:
     unit: str = ""
     """What the parts are, if the name does not tell."""
     groups: int = 0
-    """Above 0: the parts are the rollouts of so many groups, and `done` counts groups."""
-    done: int = 0
+    """Above 0: the parts are the rollouts of so many groups, and `completed` counts groups."""
+    completed: int = 0
     phase: str = ""
     """The newest phase of a train step."""
     began: float = field(default_factory=time.monotonic)
@@ -112,9 +112,11 @@ class Activity:
     def finished(self) -> int:
         """The number of finished parts, those of the oldest groups in progress in this process included."""
         if not self.groups or self.total is None:
-            return self.done
+            return self.completed
         size = self.total // self.groups
-        return self.done * size + sum(min(size, each.done) for each in _groups[: self.groups - self.done])
+        return self.completed * size + sum(
+            min(size, group.completed) for group in _groups[: self.groups - self.completed]
+        )
 
 
 class Watcher(Protocol):
@@ -158,7 +160,7 @@ def announce(text: str) -> None:
 def activity(name: str, total: int | None = None, unit: str = "", groups: int = 0) -> Generator[None]:
     """Shows an activity while this block runs; `progress` updates it. A block inside one of the same name, which may be
     another task's, continues that activity."""
-    outer = next((each for each in tuple(_activities) if each.name == name), None)
+    outer = next((candidate for candidate in tuple(_activities) if candidate.name == name), None)
     current = outer or Activity(name)
     current.total, current.unit, current.groups = total, unit, groups
     token = _CURRENT.set(current)
@@ -187,11 +189,14 @@ def group_in_progress() -> Generator[None]:
         _CURRENT.reset(token)
 
 
-def progress(done: int | None = None, total: int | None = None) -> None:
+def progress(completed: int | None = None, total: int | None = None) -> None:
     """Sets the number of finished parts of the current activity (None adds one), and the number of all parts."""
     current = _CURRENT.get()
     if current is not None:
-        current.done, current.total = current.done + 1 if done is None else done, total or current.total
+        current.completed, current.total = (
+            current.completed + 1 if completed is None else completed,
+            total or current.total,
+        )
         _show()
 
 
@@ -260,8 +265,8 @@ def spans_to(path: Path) -> Generator[None]:
         yield
         failed = False
     finally:
-        for each in tuple(_busy):
-            each.cut()
+        for busy in tuple(_busy):
+            busy.cut()
         _span_files.remove(file)
         with suppress(StorageError) if failed else nullcontext():  # reports the first error
             file.flush()

@@ -479,6 +479,7 @@ def _load_file(file_name: str, base: Path | None) -> ModuleType:
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigError(f"load {file_name!r}", f"no file at {path}", "give a path relative to the config file")
     module = importlib.util.module_from_spec(spec)
+    # Before the file runs: a dataclass with annotations as text looks up its module there.
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
