@@ -57,7 +57,7 @@ def _one_part(inputs: Arguments, kwargs: Arguments) -> Arguments:
     correction = _correction(kwargs)
     assert correction is not None
     done = _corrected(inputs, correction)
-    return {"weights": done.weights, "response_mask": done.kept, "metrics": _metrics(done.metrics, correction)}
+    return {"weights": done.weights, "response_mask": done.remaining, "metrics": _metrics(done.metrics, correction)}
 
 
 @answers("rollout_correction", "offpolicy_metrics")
@@ -93,7 +93,7 @@ def _bypass_mode(inputs: Arguments, kwargs: Arguments) -> Arguments:
     columns = {"advantages": inputs["advantages"], "old_log_prob": inputs["old_log_prob"]}
     loss, found = minimised(objective, inputs["log_prob"], mask, columns)
     done = None if correction is None else _corrected(inputs, correction, "log_prob")
-    kept = mask if done is None else done.kept
+    kept = mask if done is None else done.remaining
     corrections = off_policy_metrics(found) | ({} if done is None else _metrics(done.metrics, correction))
     kl = masked_mean(kl_penalty(inputs["old_log_prob"], inputs["log_prob"].detach(), "k1"), kept)
     metrics = {"actor/ppo_kl": kl, **{f"rollout_corr/{name}": value for name, value in corrections.items()}}

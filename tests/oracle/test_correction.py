@@ -88,7 +88,7 @@ def test_weights_are_the_definition(level: str, case: str) -> None:
     expected = slow_weights(level, said.get("outside", "truncate"), low, high)
     assert flat(rows_of(done.weights)) == pytest.approx(flat(expected), rel=1e-12)
     assert done.weights[~MASK].eq(0).all()
-    assert done.kept.equal(MASK)
+    assert done.remaining.equal(MASK)
     raw, _ = importance_weights(torch.where(MASK, TRAINER - ENGINE, 0.0), MASK, correction(weights=level, **said))
     assert raw.equal(done.weights)
     assert done.metrics["mismatch/weight/mean"] == pytest.approx(np.mean(flat(expected)))
@@ -142,9 +142,9 @@ def test_rejection_is_the_definition(option: str) -> None:
         for value in slow_statistic(option, row):
             # k1 is the logarithm of engine / trainer: that ratio is what its bounds are about.
             expected.append(bound[0] <= math.exp(value) <= bound[1] if isinstance(bound, tuple) else value <= bound)
-    assert done.kept[MASK].tolist() == expected
+    assert done.remaining[MASK].tolist() == expected
     assert 0 < sum(expected) < len(expected)
-    assert not done.kept[~MASK].any()
+    assert not done.remaining[~MASK].any()
     assert done.weights is None
     statistic = rejection_statistic(torch.where(MASK, TRAINER - ENGINE, 0.0), MASK, option)
     assert flat(rows_of(statistic)) == pytest.approx(flat([slow_statistic(option, row) for row in LOG_RATIOS]))
@@ -159,7 +159,7 @@ def test_k1_bounds_engine_over_trainer_at_both_ends(option: str, low: float, hig
     draw = torch.Generator().manual_seed(seed)
     trainer, engine = (torch.rand(4, 5, generator=draw, dtype=torch.float64) * -1.5 for _ in range(2))
     mask = torch.rand(4, 5, generator=draw) < 0.8
-    kept = correct(trainer, engine, mask, correction(rejection={option: (low, high)})).kept
+    kept = correct(trainer, engine, mask, correction(rejection={option: (low, high)})).remaining
     for row in range(4):
         ratios = [float(torch.exp(engine[row, t] - trainer[row, t])) for t in range(5) if mask[row, t]]
         product = math.prod(ratios)
@@ -175,7 +175,7 @@ def test_k1_bounds_engine_over_trainer_at_both_ends(option: str, low: float, hig
 
 def test_a_token_must_pass_every_option() -> None:
     one, two = {"token_k1": 1.3}, {"seq_max_k2": 0.1}
-    kept = [correct(TRAINER, ENGINE, MASK, correction(rejection=said)).kept for said in (one, two, {**one, **two})]
+    kept = [correct(TRAINER, ENGINE, MASK, correction(rejection=said)).remaining for said in (one, two, {**one, **two})]
     assert kept[2].equal(kept[0] & kept[1])
     assert not kept[2].equal(kept[0])
     assert not kept[2].equal(kept[1])
@@ -188,9 +188,9 @@ def test_bounds_on_a_sum_refuse_long_sequences_and_the_log_shows_it() -> None:
     engine = torch.zeros(4, 8)
     by_sum = correct(engine + 0.1, engine, mask, correction(rejection={"seq_sum_k1": 1.5}))
     by_mean = correct(engine + 0.1, engine, mask, correction(rejection={"seq_mean_k1": 1.5}))
-    assert by_sum.kept.any(-1).tolist() == [True, True, False, False]
+    assert by_sum.remaining.any(-1).tolist() == [True, True, False, False]
     assert by_sum.metrics["mismatch/rejected_length"] == pytest.approx(8 / 5)
-    assert by_mean.kept.equal(mask)
+    assert by_mean.remaining.equal(mask)
     assert by_mean.metrics["mismatch/rejected_length"] == 1.0
 
 
@@ -248,7 +248,7 @@ def test_padding_and_row_order_change_neither_weights_nor_metrics() -> None:
     assert again.weights is not None
     torch.testing.assert_close(again.weights[:, :5], whole.weights[order], rtol=1e-12, atol=0)
     assert again.weights[:, 5:].eq(0).all()
-    assert again.kept[:, :5].equal(whole.kept[order])
+    assert again.remaining[:, :5].equal(whole.remaining[order])
     assert checked(again.metrics) == pytest.approx(checked(whole.metrics), rel=1e-12)
     assert mismatch(*wide) == pytest.approx(mismatch(TRAINER, ENGINE, MASK), rel=1e-12)
 
@@ -261,7 +261,7 @@ def test_extreme_ratios_stay_finite(gap: float, outside: str) -> None:
         done = correct((ENGINE + gap).float(), ENGINE.float(), MASK, correction(**said))
         assert done.weights is not None
         assert torch.isfinite(done.weights).all()
-        assert not done.kept.any()
+        assert not done.remaining.any()
         assert all(map(math.isfinite, checked(done.metrics).values()))
     assert all(map(math.isfinite, mismatch((ENGINE + gap).float(), ENGINE.float(), MASK).values()))
 
@@ -271,7 +271,7 @@ def test_nothing_to_compare_is_nothing_to_report() -> None:
     done = correct(TRAINER, ENGINE, nothing, correction(**EVERYTHING))
     assert done.weights is not None
     assert done.weights.eq(0).all()
-    assert (done.kept.any(), done.metrics, mismatch(TRAINER, ENGINE, nothing)) == (False, {}, {})
+    assert (done.remaining.any(), done.metrics, mismatch(TRAINER, ENGINE, nothing)) == (False, {}, {})
 
 
 # --------------------------------------------------------------------------- on a batch, and in a loss
@@ -311,7 +311,7 @@ def test_an_expert_s_tokens_weigh_one_and_are_never_rejected() -> None:
     assert weights[[0, 4]][MASK[[0, 4]]].eq(1).all()
     assert weights[~MASK].eq(0).all()
     torch.testing.assert_close(weights[own], alone.weights[own])
-    assert grid(kept).equal(alone.kept | (MASK & ~own))
+    assert grid(kept).equal(alone.remaining | (MASK & ~own))
     assert batch.metrics == pytest.approx(alone.metrics)
 
 
@@ -378,7 +378,7 @@ def test_rejected_tokens_leave_the_counts_and_masked_ones_stay_in_them() -> None
     batch = batch_of().with_columns(**ADVANTAGE_COLUMN)
     out = correction(rejection={"token_k1": 1.3}, against="current")
     zero = correction(weights="token", threshold=1.3, outside="mask", against="current")
-    kept = correct(TRAINER, ENGINE.float(), MASK, out).kept
+    kept = correct(TRAINER, ENGINE.float(), MASK, out).remaining
     gone, _ = parts_of(policy_objective("reinforce", terms={"correction": out}), batch, TRAINER, [range(5)])
     weighed, _ = parts_of(policy_objective("reinforce", terms={"correction": zero}), batch, TRAINER, [range(5)])
     assert 0 < int(kept.sum()) < int(MASK.sum())
@@ -396,7 +396,7 @@ def test_what_is_rejected_ahead_of_an_update_is_measured_before_it_goes() -> Non
     _, found = parts_of(objective, batch, TRAINER, [range(5)])
     expected = mismatch(TRAINER.float(), ENGINE.float(), MASK)
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6)
-    kept = correct(TRAINER.float(), ENGINE.float(), MASK, said).kept
+    kept = correct(TRAINER.float(), ENGINE.float(), MASK, said).remaining
     assert found["mismatch/rejected_tokens"] == pytest.approx(1 - int(kept.sum()) / int(MASK.sum()))
     everything = objective.select(batch.with_columns(log_prob=as_rows(ENGINE + 3)), 0)
     assert everything.num_response_tokens == 0

@@ -246,6 +246,7 @@ class GroupAlgorithm:
             return batch, metrics
         policy_rows = np.flatnonzero(~batch.experts).tolist()
         judged = batch.select(policy_rows)
+        # A step may consist of expert tokens alone, whose entropy nobody measured.
         if self.entropy_controller is not None and judged.num_response_tokens:
             sampled = judged.flat("rollout_log_prob")[judged.flat("response_mask")]
             self.entropy_controller.update(-float(sampled.mean(dtype=np.float64)))
@@ -366,6 +367,7 @@ def _penalised(
 def _value_metrics(x: AdvantageInputs, estimate: Advantages) -> Metrics:
     """The fraction of the returns' variance that the critic explains; empty if the returns have no variance."""
     mask, returns = x.response_mask, estimate.returns.double()
+    # A single return has no variance, which `masked_var` refuses.
     if int(mask.sum()) < 2 or not float(variance := masked_var(returns, mask)):
         return {}
     error = torch.where(mask, returns - x.columns["values"].double(), 0.0)

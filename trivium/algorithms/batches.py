@@ -88,6 +88,7 @@ def _mismatched_pair(
     for row in pair:
         num_matched = sum(bool(partner.response_mask.any()) for partner in rows)
         whole = source and row.response_mask.any()
+        # A source with one completion, of a row with a label, lends it to both rows.
         rows.append(_mismatched(row, source[num_matched % len(source)], longest) if whole else _blank(row.group_id, -1))
     return rows
 
@@ -181,6 +182,7 @@ def token_uniforms(batch: Batch, *address: int | str) -> Tensor:
     part: Counter[tuple[str, int]] = Counter()
     rows: list[AnyArray] = []
     for e in batch.experiences:
+        # A trajectory that rewrote its history has several sequences, each with numbers of its own.
         digest = np.uint64(stream(*address, e.group_id, e.index, part[e.group_id, e.index]))
         part[e.group_id, e.index] += 1
         rows.append(uniforms(digest, np.arange(len(e))))

@@ -23,9 +23,9 @@ def with_values(formula: str, options: Mapping[str, Any]) -> str:
         name, value, text = match.groups()
         return text if When(name, (value,) if value else ()).holds(options) else ""
 
-    kept = _CLAUSE.sub(clause, formula)
+    filled = _CLAUSE.sub(clause, formula)
     names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
-    return re.sub(rf"\b({names})\b", lambda m: format_value(options[m.group()]), kept) if names else kept
+    return re.sub(rf"\b({names})\b", lambda m: format_value(options[m.group()]), filled) if names else filled
 
 
 def with_all_clauses(formula: str) -> str:

@@ -33,7 +33,7 @@ class Corrected(NamedTuple):
 
     weights: Tensor | None
     """(B, L), zero outside the mask; None if the correction has no weights."""
-    kept: Tensor
+    remaining: Tensor
     """(B, L) bool: the mask without the rejected tokens."""
     metrics: Metrics
     """Keys of the area `mismatch`; empty if no token is compared."""
@@ -72,6 +72,7 @@ def _normalised(log_ratio: Tensor, mask: Tensor, correction: Correction) -> tupl
     low, high = correction.judged
     metrics = weight_metrics(weights, ratios, mask, low, high, by_token)
     mean = metrics["mismatch/weight/mean" if by_token else "mismatch/weight/sequence_mean"]
+    # All weights may be 0, where every ratio is outside the bounds.
     return (weights / mean if correction.normalise and mean > 1e-8 else weights), metrics
 
 
@@ -140,7 +141,7 @@ def corrected(batch: Batch, trainer: Tensor, correction: Correction) -> tuple[Ba
     if result.weights is not None:
         weights = torch.where(sampled, result.weights, mask.to(result.weights.dtype))
         batch = batch.with_columns(rollout_is_weights=ragged(weights, batch))
-    masks = ragged(result.kept | (mask & ~sampled), batch)
+    masks = ragged(result.remaining | (mask & ~sampled), batch)
     return replace(batch, metrics={**batch.metrics, **result.metrics}), masks
 
 

@@ -293,6 +293,7 @@ def _with_own_candidates(x: PolicyInputs, metadata: PolicyLossMetadata) -> Polic
 
 def aggregated(losses: Tensor, mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:
     """The aggregation `mode`, a name of the registry kind `aggregations`, with the counts of the whole step."""
+    # A step may have no token of a kind: its loss is 0, not 0 / 0.
     counts = Counts(
         max(denominators.tokens, 1), max(denominators.sequences, 1), max(denominators.max_response_length, 1)
     )
@@ -301,6 +302,7 @@ def aggregated(losses: Tensor, mask: Tensor, mode: str, denominators: LossDenomi
         raise DataError(
             f"one number from the aggregation {mode!r}", f"a tensor {tuple(value.shape)}", "sum or average it"
         )
+    # Data-parallel ranks average their gradients, which this undoes: the counts are those of all ranks.
     return value * denominators.dp_size
 
 

@@ -57,6 +57,7 @@ class MemoryBoard:
             if changed == self._values:
                 return
             self._values = changed
+            # From the thread of any role: an event of asyncio may be set in the thread of its loop alone.
             for loop, event in self._waiting:
                 loop.call_soon_threadsafe(event.set)
 

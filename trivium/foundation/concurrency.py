@@ -269,6 +269,7 @@ class Heartbeat:
 
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
+        # Not for ever: a beat may hang.
         self._thread.join(4 * self._period_s)
 
     def _run(self) -> None:

@@ -307,6 +307,7 @@ class Busy:
             self.cut()
             self._since = now
         self._going += 1
+        # The start of a block is subtracted and its end added, so that no list of open blocks is needed.
         self._sum -= time.monotonic()
 
     def __exit__(self, *error: object) -> None:

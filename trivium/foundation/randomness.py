@@ -78,6 +78,7 @@ def _mix(x: UInt64Array) -> UInt64Array:
 
 def uniforms(digests: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 bits, one per (digest, position) pair; shapes broadcast."""
+    # SplitMix64 computes modulo 2^64, and a float64 has 53 bits.
     with np.errstate(over="ignore"):
         key = _mix(np.asarray(digests, dtype=np.uint64) + _GOLDEN)
         counter = np.asarray(positions, dtype=np.uint64) * _GOLDEN
@@ -88,4 +89,5 @@ def uniforms(digests: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np
 def permutation(length: int, *address: int | str) -> npt.NDArray[np.int64]:
     """The permutation of `range(length)` for an address, equal on every machine."""
     keys = uniforms(np.uint64(stream(*address)), np.arange(length))
+    # Another kind may order equal keys differently on another machine.
     return np.argsort(keys, kind="stable")

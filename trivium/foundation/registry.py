@@ -346,9 +346,9 @@ def add_names(kind: str, names: Mapping[str, str]) -> None:
     CATALOGUE.setdefault(kind, {}).update(names)
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """A text with the closest known name, if any, and all known names."""
-    names = sorted(known)
+def suggest(name: str, valid_names: Iterable[str]) -> str:
+    """A text with the closest valid name, if any, and all valid names."""
+    names = sorted(valid_names)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"
 

@@ -136,6 +136,7 @@ class RunRole:
             # The beat restarts the silence that other roles measured for the earlier explorer.
             return {**_with_beat(values, name), "explorers": {**values.get("explorers", {}), name: entry}}
 
+        # Time for an explorer of this name to be noticed as dead, after one silent heartbeat, and to be reaped.
         await self.board.poll(lambda v: free(v) or self._broken(v), 3 * (self.heartbeat_s or 10.0))
         self._write(enter)
         values = self.check_alive()

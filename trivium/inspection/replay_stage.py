@@ -145,7 +145,7 @@ class _Recorded(MemoryBuffer):
 # --------------------------------------------------------------------------- the trainer
 
 
-class _Rows:
+class _NewestMetrics:
     """A monitor that keeps the metrics of the newest step."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class ReplayedTrainer:
         self.channel = MemoryChannel(keep=1)
         self.hashes: dict[int, str] = {}
         """Version -> hash of its weights, for each version reached."""
-        self._rows = _Rows()
+        self._newest = _NewestMetrics()
         self._batch = Batch(())
         synchronizer = build_synchronizer(stage.config, MemoryBoard())
         self.trainer: Trainer = build_trainer(
@@ -176,7 +176,7 @@ class ReplayedTrainer:
             Endpoints(self._buffer(), synchronizer, self.channel),
             CheckpointStore(stage.run_dir / "checkpoints"),
             None,
-            cast(Any, self._rows),
+            cast(Any, self._newest),
             {},
         )
         # A note of a version is a line of the run's record. The run has accepted its failed rollouts already.
@@ -251,7 +251,7 @@ class ReplayedTrainer:
         if self.version == before:
             raise RunDirError(f"train step {before + 1}", "the data of the run ended before it", "name an earlier step")
         self._note_hash()
-        return self._rows.row, self._batch
+        return self._newest.row, self._batch
 
     def _note_hash(self) -> None:
         """Offers the weights to the channel, and notes their hash."""

@@ -105,8 +105,8 @@ def not_finite(evidence: Evidence) -> Iterator[Problem]:
         keys = [key for key, value in row.items() if not math.isfinite(value)]
         if keys:
             keys.sort(key=lambda key: (_ORDER.index(area) if (area := key.partition("/")[0]) in _ORDER else 9, key))
-            found = f"{keys[0]} is {row[keys[0]]} at step {row['step']:.0f}; no earlier metric is NaN or infinite"
-            yield wrong(found, "look at the rollouts of this step (`trivium rollouts`); lower train.optimizer.lr")
+            figures = f"{keys[0]} is {row[keys[0]]} at step {row['step']:.0f}; no earlier metric is NaN or infinite"
+            yield wrong(figures, "look at the rollouts of this step (`trivium rollouts`); lower train.optimizer.lr")
             return
     if _overflowed(evidence):
         newest = ""
@@ -152,9 +152,9 @@ def entropy_collapse(evidence: Evidence) -> Iterator[Problem]:
     maximum: sampling is almost deterministic."""
     now, first = evidence.recent("train/entropy"), evidence.early("train/entropy")
     if now < 0.02 and now < 0.1 * first and not _near_maximum(evidence):
-        found = f"train/entropy is {now:.3g} nats, {first:.3g} at first; below 0.02 sampling is almost deterministic"
+        figures = f"train/entropy is {now:.3g} nats, {first:.3g} at first; below 0.02 sampling is almost deterministic"
         yield wrong(
-            found, "raise algorithm.entropy.coef or clip_high of algorithm.policy_loss, lower train.optimizer.lr"
+            figures, "raise algorithm.entropy.coef or clip_high of algorithm.policy_loss, lower train.optimizer.lr"
         )
 
 
@@ -164,14 +164,14 @@ def equal_rewards(evidence: Evidence) -> Iterator[Problem]:
     maximum: advantages are 0, so nothing is learned."""
     part = evidence.recent("reward/equal_groups")
     if part > 0.95 and not _near_maximum(evidence):
-        found = f"in {part:.0%} of groups all rewards are equal, above 95 %: their advantages are 0"
+        figures = f"in {part:.0%} of groups all rewards are equal, above 95 %: their advantages are 0"
         do = "easier tasks, a reward with partial credit, a larger schedule.group_size, or more supervised steps"
         if evidence.reward_range() == 0:
-            found = f"all rewards of the run are {evidence.recent('reward/mean'):g}: all advantages are 0"
+            figures = f"all rewards of the run are {evidence.recent('reward/mean'):g}: all advantages are 0"
             do = f"{do}; check the reward on completions of `trivium rollouts`, and the columns that it reads"
         elif evidence.values("reward/equal_groups")[0] < 0.5:
-            found, do = f"{found}; most groups had unequal ones at first", f"lower train.optimizer.lr; {do}"
-        yield wrong(found, do)
+            figures, do = f"{figures}; most groups had unequal ones at first", f"lower train.optimizer.lr; {do}"
+        yield wrong(figures, do)
 
 
 @RULES.rule
@@ -180,9 +180,11 @@ def saturated_rewards(evidence: Evidence) -> Iterator[Problem]:
     solved, or the reward is too easy to earn."""
     part = evidence.recent("reward/equal_groups")
     if part > 0.95 and _near_maximum(evidence):
-        found = f"rewards are at {evidence.recent('reward/mean'):.4g}, their maximum, and equal in {part:.0%} of groups"
+        figures = (
+            f"rewards are at {evidence.recent('reward/mean'):.4g}, their maximum, and equal in {part:.0%} of groups"
+        )
         see = "read some rollouts to see whether they deserve the reward"
-        yield wrong(found, f"harder tasks, schedule.curriculum, or stop here; {see}")
+        yield wrong(figures, f"harder tasks, schedule.curriculum, or stop here; {see}")
 
 
 def _near_maximum(evidence: Evidence) -> bool:
@@ -205,8 +207,8 @@ def falling_reward(evidence: Evidence) -> Iterator[Problem]:
     for key, points in evaluated:
         best, last = max(points, key=lambda point: point[1]), points[-1]
         if best[1] - last[1] > 0.3 * evidence.reward_range():
-            found = f"{key} fell from {best[1]:.3g} at step {best[0]:.0f} to {last[1]:.3g} at step {last[0]:.0f}"
-            yield wrong(found, do)
+            figures = f"{key} fell from {best[1]:.3g} at step {best[0]:.0f} to {last[1]:.3g} at step {last[0]:.0f}"
+            yield wrong(figures, do)
     values = evidence.values("reward/mean")
     means = [fmean(values[at : at + WINDOW]) for at in range(len(values) - WINDOW + 1)]
     compared = means and not evaluated and not evidence.values("curriculum/success")
@@ -221,8 +223,8 @@ def rising_loss(evidence: Evidence) -> Iterator[Problem]:
     rows = [row for row in evidence.recorded if (_PAIRS in row) == (_PAIRS in evidence.recorded[-1])]
     losses = [row["train/loss/policy"] for row in rows if row.get("rollout/trajectories", 0) >= 8]
     if len(losses) > WINDOW and (now := fmean(losses[-WINDOW:])) > 1.5 * losses[0] > 0:
-        found = f"train/loss/policy is {now:.3g}, {losses[0]:.3g} at first: more than 1.5 times as high"
-        yield wrong(found, "lower train.optimizer.lr; train.optimizer.warmup_steps")
+        figures = f"train/loss/policy is {now:.3g}, {losses[0]:.3g} at first: more than 1.5 times as high"
+        yield wrong(figures, "lower train.optimizer.lr; train.optimizer.warmup_steps")
 
 
 @RULES.rule
@@ -234,8 +236,8 @@ def learning_rate_too_low(evidence: Evidence) -> Iterator[Problem]:
     # 1e-4 / 100 is not exactly 1e-6.
     is_low = len(rates) >= 2 * WINDOW and max(rates) <= 0.0101 * usual and rates[-1] <= rates[-2]
     if is_low and gain < 0.1 * evidence.reward_range():
-        found = f"train/lr/policy is {max(rates):.3g} or less, and the reward does not rise; {usual:g} is usual here"
-        yield wrong(found, f"leave train.optimizer.lr out, or set it to {usual:g}")
+        figures = f"train/lr/policy is {max(rates):.3g} or less, and the reward does not rise; {usual:g} is usual here"
+        yield wrong(figures, f"leave train.optimizer.lr out, or set it to {usual:g}")
 
 
 @RULES.rule
@@ -258,8 +260,8 @@ def kl_drift(evidence: Evidence) -> Iterator[Problem]:
         ("train/kl", 1.0, sum(evidence.values("train/kl")[-1:]), "away within the newest step that trained"),
     ):
         if now > bound:
-            found = f"{key} is {now:.3g} nats a token {what}, above {bound:g}"
-            yield wrong(found, "raise algorithm.kl.coef, lower train.optimizer.lr")
+            figures = f"{key} is {now:.3g} nats a token {what}, above {bound:g}"
+            yield wrong(figures, "raise algorithm.kl.coef, lower train.optimizer.lr")
             return
 
 
@@ -268,9 +270,9 @@ def length_explosion(evidence: Evidence) -> Iterator[Problem]:
     """`rollout/response_tokens` is more than 3 times its first value."""
     now, first = evidence.recent("rollout/response_tokens"), evidence.early("rollout/response_tokens")
     if now > 3 * first > 0:
-        found = f"completions have {now:.0f} tokens, {first:.0f} at first: more than 3 times as many"
+        figures = f"completions have {now:.0f} tokens, {first:.0f} at first: more than 3 times as many"
         do = "algorithm.shaping with overlong_penalty or length_penalty; algorithm.aggregate token-mean"
-        yield wrong(found, do)
+        yield wrong(figures, do)
 
 
 @RULES.rule
@@ -278,9 +280,9 @@ def length_collapse(evidence: Evidence) -> Iterator[Problem]:
     """`rollout/response_tokens` is below a fifth of its first value, while the mean reward is not near its maximum."""
     now, first = evidence.recent("rollout/response_tokens"), evidence.early("rollout/response_tokens")
     if now < 0.2 * first and not _near_maximum(evidence):
-        found = f"completions have {now:.1f} tokens, {first:.0f} at first: less than a fifth"
+        figures = f"completions have {now:.1f} tokens, {first:.0f} at first: less than a fifth"
         yield wrong(
-            found, "read rollouts; lower train.optimizer.lr, raise algorithm.kl.coef; continue from an earlier step"
+            figures, "read rollouts; lower train.optimizer.lr, raise algorithm.kl.coef; continue from an earlier step"
         )
 
 
@@ -299,9 +301,9 @@ def one_answer(evidence: Evidence) -> Iterator[Problem]:
     groups: the policy answers all prompts alike. It is found whether such answers earn the reward or not."""
     part = evidence.recent("rollout/most_common")
     if part > 0.8 and evidence.recent("rollout/groups") >= 4 and not evidence.recent("rollout/empty") > 0.5:
-        found = f"{part:.0%} of a step's completions are the same text, above 80 %"
+        figures = f"{part:.0%} of a step's completions are the same text, above 80 %"
         do = "read `trivium rollouts`; a reward that such an answer does not earn, or a lower train.optimizer.lr"
-        yield wrong(found, do)
+        yield wrong(figures, do)
 
 
 @RULES.rule
@@ -309,9 +311,9 @@ def truncation(evidence: Evidence) -> Iterator[Problem]:
     """A length limit cuts more than half of the rollouts (`rollout/truncated`), after at least 10 steps."""
     part = evidence.recent("rollout/truncated")
     if part > 0.5 and len(evidence.values("rollout/truncated")) >= 2 * WINDOW:
-        found = f"{part:.0%} of rollouts end at the length limit, above 50 %: the rest of these completions is lost"
+        figures = f"{part:.0%} of rollouts end at the length limit, above 50 %: the rest of these completions is lost"
         do = "raise engine.sampling.max_new_tokens; algorithm.mask_truncated; shaping with overlong_penalty"
-        yield wrong(found, do)
+        yield wrong(figures, do)
 
 
 @RULES.rule
@@ -322,9 +324,9 @@ def engine_mismatch(evidence: Evidence) -> Iterator[Problem]:
     if kl > 0.01 and not evidence.recent("rollout/staleness") > 0:
         worst = f"; worst at {'; '.join(evidence.mismatched)}"
         worst = worst if evidence.mismatched else " (run.keep: tokens shows where)"
-        found = f"mismatch/kl is {kl:.3g} nats a token with fresh rollouts, above 0.01{worst}"
+        figures = f"mismatch/kl is {kl:.3g} nats a token with fresh rollouts, above 0.01{worst}"
         do = "use the same dtype in engine and train; algorithm.correction; check temperature and chat template"
-        yield wrong(found, do)
+        yield wrong(figures, do)
 
 
 @RULES.rule
@@ -336,11 +338,11 @@ def staleness(evidence: Evidence) -> Iterator[Problem]:
     evicted = evidence.share("rollout/evicted", "rollout/groups")
     if age > 0 and (sample < 0.5 or kl > 0.5):
         drift = f"{sample:.0%}, below 50 %" if sample < 0.5 else f"{sample:.0%}, and mismatch/kl {kl:.3g}, above 0.5"
-        found = f"groups are {age:.1f} versions old, and their effective sample size is {drift}"
-        yield wrong(found, "lower schedule.max_staleness, sync.interval or train.optimizer.lr; algorithm.correction")
+        figures = f"groups are {age:.1f} versions old, and their effective sample size is {drift}"
+        yield wrong(figures, "lower schedule.max_staleness, sync.interval or train.optimizer.lr; algorithm.correction")
     elif evicted > 0.25:
-        found = f"groups evicted as too stale are {evicted:.0%} of those trained on, above 25 %"
-        yield wrong(found, "raise schedule.max_staleness, shorten completions, or lower workflow.max_concurrent")
+        figures = f"groups evicted as too stale are {evicted:.0%} of those trained on, above 25 %"
+        yield wrong(figures, "raise schedule.max_staleness, shorten completions, or lower workflow.max_concurrent")
 
 
 @RULES.rule
@@ -351,8 +353,8 @@ def dead_component(evidence: Evidence) -> Iterator[Problem]:
     dead = [key for key, series in values.items() if len(series) >= 2 * WINDOW and max(series) == min(series)]
     if dead and len(dead) < len(keys):
         constants = ", ".join(f"{key.removeprefix('reward/component/')} ({values[key][-1]:g})" for key in dead)
-        found = f"constant for {2 * WINDOW} steps: {constants}"
-        yield wrong(found, "check the reward on a few completions, or leave it out")
+        figures = f"constant for {2 * WINDOW} steps: {constants}"
+        yield wrong(figures, "check the reward on a few completions, or leave it out")
 
 
 @RULES.rule
@@ -385,8 +387,8 @@ def duplicated_rollouts(evidence: Evidence) -> Iterator[Problem]:
     if repeating:
         number, total = repeating[-1]
         over = "" if windows[-1] == repeating[-1] else ", in earlier steps"
-        found = f"{number} of {total} completions repeat another one of their group, above 50 %{over}"
-        yield wrong(found, "raise engine.sampling.temperature or algorithm.entropy.coef")
+        figures = f"{number} of {total} completions repeat another one of their group, above 50 %{over}"
+        yield wrong(figures, "raise engine.sampling.temperature or algorithm.entropy.coef")
 
 
 def _repeated(group: Group) -> tuple[int, int]:
@@ -410,12 +412,12 @@ def reward_hacking(evidence: Evidence) -> Iterator[Problem]:
             continue
         then, now = fmean(before), fmean(after)
         if now - then > 0.05 * evidence.reward_range():
-            found = (
+            figures = (
                 f"{key} fell from {best:.1%} at step {best_step:.0f} to {last:.1%} at step {last_step:.0f}, "
                 f"while reward/mean rose from {then:.3g} to {now:.3g}"
             )
             do = "read rollouts of high reward; correct the reward; checkpoint.keep_best; algorithm.kl.coef"
-            yield wrong(found, do)
+            yield wrong(figures, do)
             return
 
 
@@ -440,8 +442,10 @@ def waiting(evidence: Evidence) -> Iterator[Problem]:
     trained = replace(evidence, rows=[row for row in evidence.rows if row.get("rollout/trajectories") != 0])
     idle, seconds = trained.recent("perf/idle"), trained.recent("time/step")
     if idle > 0.9 and seconds > 1:
-        found = f"the trainer waits {idle * seconds:.1f} of the {seconds:.1f} s of a step, above 90 %"
-        yield wrong(found, "schedule.max_staleness, more explorers or engines (cluster.kind ray), shorter completions")
+        figures = f"the trainer waits {idle * seconds:.1f} of the {seconds:.1f} s of a step, above 90 %"
+        yield wrong(
+            figures, "schedule.max_staleness, more explorers or engines (cluster.kind ray), shorter completions"
+        )
 
 
 class LiveWarnings:

@@ -62,7 +62,7 @@ class Call:
         self.link.answer(self.number, answer)
 
 
-class _Waiting(NamedTuple):
+class _OpenCall(NamedTuple):
     """A call of this process that is not answered."""
 
     future: Future[Any]
@@ -80,7 +80,7 @@ class Link:
         """The calls of the other process, in order; None once it has ended or closed the connection."""
         self._numbers = count()
         self._unsent = SimpleQueue[tuple[memoryview, Group] | None]()
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _OpenCall] = {}
         """By the numbers of their calls."""
         self._serving: dict[int, Incoming] = {}
         """Weights of the calls of the other process that are not answered."""
@@ -104,7 +104,7 @@ class Link:
         number, future = next(self._numbers), Future[Any]()
         if weights is not None:
             weights.put = partial(self._send, "weights", number, None)
-        self._waiting[number] = _Waiting(future, weights, on_part)
+        self._waiting[number] = _OpenCall(future, weights, on_part)
         future.add_done_callback(partial(self._settled, number))
         if self._is_disconnected:
             self._fail(future)

@@ -45,6 +45,7 @@ def accepted(answer: object, *, booleans: bool = False) -> list[AcceptedAnswer]:
         if isinstance(entry, str):
             answers.append(AcceptedAnswer(entry))
         elif isinstance(entry, bool) and booleans:
+            # As Python and as JSON write them.
             answers += [AcceptedAnswer(str(entry)), AcceptedAnswer(str(entry).lower())]
         elif isinstance(entry, int | float) and not isinstance(entry, bool) and math.isfinite(entry):
             # By `repr`: the decimal of the float 0.1 itself has 55 digits.

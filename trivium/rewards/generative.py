@@ -254,6 +254,6 @@ def _outermost(key: str, value: object) -> list[object]:
         objects = [part for part in level if isinstance(part, dict)]
         if values := [entry[key] for entry in objects if key in entry]:
             return values
-        level = [part for each in level if isinstance(each, list) for part in each]
-        level += [part for each in objects for part in each.values()]
+        level = [element for part in level if isinstance(part, list) for element in part]
+        level += [value for entry in objects for value in entry.values()]
     return []

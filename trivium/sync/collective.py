@@ -68,7 +68,7 @@ class CollectiveChannel:
     def offer(self, version: int, weights: Weights) -> bool:
         if self._offer.version != version:
             self._offer = _Offer(version)
-        offer, stream = self._offer, _Stream(weights)
+        offer, stream = self._offer, _BucketStream(weights)
         if self._store is None:
             self._store = open_store()
         address = f"{own_address()}:{self._store.port}"
@@ -84,7 +84,7 @@ class CollectiveChannel:
             )
         return delivered
 
-    def _exchange(self, exchange: Exchange, offer: _Offer, stream: _Stream) -> bool:
+    def _exchange(self, exchange: Exchange, offer: _Offer, stream: _BucketStream) -> bool:
         """Sends the weights to the members of an exchange. Returns whether all of them have the whole version."""
         assert self._store is not None
         group, hashes = None, dict[str, str]()
@@ -244,7 +244,7 @@ class _Offer:
     """The hashes of its tensors, once an explorer has all of them."""
 
 
-class _Stream:
+class _BucketStream:
     """The offered weights, a bucket at a time."""
 
     def __init__(self, weights: Weights) -> None:

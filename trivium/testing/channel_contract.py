@@ -37,6 +37,7 @@ async def check_channel(
             mine = {name: tensor.clone() for name, tensor in tensors.items()}
             require(_same(await pair.deliver(version, mine), tensors), "collect yields what was offered, to the bit")
             for tensor in mine.values():
+                # As a trainer does, which goes on with its tensors.
                 tensor.zero_()
         versions = pair.trainer.versions
         require(
@@ -84,6 +85,7 @@ class _ChannelEnds:
 
     async def deliver(self, version: int, weights: Mapping[str, Any]) -> Weights:
         """Offers, publishes and collects one version."""
+        # An iterator, as trainers pass one: a channel reads the weights once.
         offering = asyncio.ensure_future(asyncio.to_thread(self.trainer.offer, version, iter(weights.items())))
         if not self.trainer_side.collective:
             require(await offering, "offer returns True: the version can be had")

@@ -163,6 +163,7 @@ async def _check_crowd(
         for index in range(crowd)
     ]
     calls = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    # Some requests are in progress by now, and others wait.
     await asyncio.sleep(0.005)
     for call in calls[1::3]:
         call.cancel()

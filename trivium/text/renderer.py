@@ -309,7 +309,8 @@ class ChatRenderer:
             )
 
     def _in_place_of(self, history: Sequence[Message], place: int) -> Message:
-        """A message of a history without what the policy wrote: the tokens of that are known."""
+        """A message of a history, for a rendering that is only compared: in place of what the policy wrote, whose tokens
+        are known, there is a fixed text."""
         message = history[place]
         if message.role != "assistant":
             return message

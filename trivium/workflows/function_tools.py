@@ -99,6 +99,7 @@ class FunctionTool:
         result = await self._call(**checked)
         if isinstance(result, RewardError):
             raise ToolError(result.found) from result  # the error of a function in another process
+        # The class itself means that no thread was free. Errors of the function may be of its subclasses.
         if type(result) is RolloutError:
             raise result
         if isinstance(result, BaseException):

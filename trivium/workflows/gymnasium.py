@@ -131,6 +131,7 @@ def action_of(space: Any) -> Callable[[str], Any]:
             numbers = [int(number) for number in numbers]
         out_of_bounds = ValueError(f"write {count} numbers in the bounds of {space}")
         try:
+            # A number too large for the type becomes infinite, which is refused below.
             with np.errstate(over="ignore"):
                 action = np.asarray(numbers, space.dtype).reshape(space.shape)
         except OverflowError:

@@ -117,6 +117,7 @@ def _log_mean_exp(who: Members, tau: float) -> Tensor:
 
 def _draw(x: AdvantageInputs, who: Members) -> Tensor:
     """(T,): a number in [0, 1) for each trajectory, independent of the rest of the batch and of its order."""
+    # By a sum, since the rows of a batch without tokens have no first number.
     per_row = x.columns["uniform"].double()[:, :1].sum(-1)
     return per_row.new_full((len(who.score),), torch.inf).scatter_reduce(0, who.of_row, per_row, "amin")
 

@@ -121,6 +121,7 @@ def gpg(
 ) -> Advantages:
     """Centred rewards, scaled up if few of the batch's rewards differ from 0."""
     who = members(x)
+    # The rewards before shaping and penalties, which would make nearly all of them differ from 0.
     reward = sum(x.components.values(), torch.zeros(())) if x.components else members(x.unpenalised()).score[who.of_row]
     informative = int(torch.count_nonzero(per_member(reward.double().expand(len(who.of_row)), who)))
     scale = len(who.score) / max(informative, 1)

@@ -108,4 +108,5 @@ def sppo(
 def row_log_ratio(x: PolicyInputs) -> Tensor:
     """(B, 1): log(current / old) of the whole completion, the sum over its trained tokens, clamped to +-20 nats."""
     total = torch.where(x.response_mask, x.log_ratio, 0.0).sum(-1, keepdim=True)
+    # Each ratio is bounded, their product over a long completion is not.
     return total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -16,6 +16,7 @@ def first(candidates: Tensor, count: int, *keys: Tensor) -> Tensor:
     All tensors have one shape, `candidates` and the result are bool.
     """
     order = candidates.flatten().nonzero().squeeze(-1)
+    # Stable sorts, the first key last: among equals, each keeps the order of the keys after it.
     for key in reversed(keys):
         order = order[key.flatten()[order].argsort(stable=True)]
     chosen = torch.zeros(candidates.numel(), dtype=torch.bool, device=candidates.device)

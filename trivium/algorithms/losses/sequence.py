@@ -42,6 +42,7 @@ def gspo(
     sequence have the same advantage, the gradient is that of `gspo_sequence`.
     """
     mean = row_mean(x.log_ratio, x.response_mask)
+    # The sequence's ratio in value, with the gradient of the token.
     return _clipped(x, mean.detach() + (x.log_prob - x.log_prob.detach()), clip_low, clip_high, dual_clip)
 
 

@@ -73,7 +73,7 @@ def _ending(code: int) -> str:
     return f"was ended by {name}{causes.get(name, '')}"
 
 
-class _Call:
+class _IsolatedCall:
     """One call of a function in one of its processes."""
 
     def __init__(self, processes: Processes, arguments: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class Isolated:
 
     def __call__(self, /, **arguments: object) -> Any:
         with self._lock:
-            return _Call(self._processes, arguments).run()
+            return _IsolatedCall(self._processes, arguments).run()
 
 
 class InProcesses:
@@ -154,7 +154,7 @@ class InProcesses:
         self._processes = processes
 
     async def __call__(self, /, **arguments: object) -> object:
-        call = _Call(self._processes, arguments)
+        call = _IsolatedCall(self._processes, arguments)
         try:
             return await self._threads.run(call.run)
         except asyncio.CancelledError:

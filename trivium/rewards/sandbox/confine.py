@@ -50,6 +50,7 @@ def main() -> None:
     sys.path[:] = [*sys.path, *order["packages"]]
     sys.setrecursionlimit(10_000)
     names: dict[str, Any] = {"__name__": "__main__"}
+    # Without a check, the program gets no file that an answer could be written to.
     if order["expression"] is None:
         os.close(answer)
     code, expression, statements = (order.pop(k) for k in ("code", "expression", "statements"))
