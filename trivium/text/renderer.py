@@ -309,8 +309,8 @@ class ChatRenderer:
             )
 
     def _in_place_of(self, history: Sequence[Message], place: int) -> Message:
-        """A message of a history, for a rendering that is only compared: in place of what the policy wrote, whose tokens
-        are known, there is a fixed text."""
+        """A message of a history, for a rendering that is only compared: a fixed text stands for what the policy wrote,
+        whose tokens are known."""
         message = history[place]
         if message.role != "assistant":
             return message
