@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AnyObjective = PolicyObjective | ValueObjective | SharedObjective | PreferenceObjective | ScoreObjective
-_SCORE_OF = {column: what for what, column in SCORES.items()}
+_SCORE_OF = {column: score for score, column in SCORES.items()}
 
 
 @dataclass(frozen=True)

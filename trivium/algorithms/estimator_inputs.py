@@ -88,8 +88,8 @@ def shaping_inputs(batch: Batch, x: AdvantageInputs, max_new_tokens: int) -> Sha
 
 def truncated_rows(batch: Batch) -> list[bool]:
     """Whether a length limit cut the last turn of the trajectory that a row belongs to."""
-    how = {(e.group_id, e.index): e.stop_reason for e in batch.experiences}  # the last row has the final one
-    return [how[e.group_id, e.index] == StopReason.LENGTH for e in batch.experiences]
+    stop_reasons = {(e.group_id, e.index): e.stop_reason for e in batch.experiences}  # the last row has the final one
+    return [stop_reasons[e.group_id, e.index] == StopReason.LENGTH for e in batch.experiences]
 
 
 def estimator_column(batch: Batch, name: str, seed: int) -> Tensor:

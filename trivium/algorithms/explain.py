@@ -80,15 +80,15 @@ def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
         return
     if estimator.kl_controller is not None:
         controller = estimator.kl_controller
-        coef, how = format_value(controller.value), ""
+        coef, manner = format_value(controller.value), ""
         if isinstance(controller, AdaptiveKLController):
-            how = f", the {coef} being steered to a KL of {format_value(controller.target)}"
-        yield Line("reward", f"that of each token less {coef} KL{how}")
+            manner = f", the {coef} being steered to a KL of {format_value(controller.target)}"
+        yield Line("reward", f"that of each token less {coef} KL{manner}")
         yield Line("KL", describe_function(estimator.kl, estimator.kl_metadata), estimator.kl_metadata.source)
     yield Line("A", describe_function(estimator.function, estimator.metadata), estimator.metadata.source)
     if (steered := algorithm.entropy_controller) is not None:
-        how = f"changes by {steered.step:g} a step; 0 while the entropy is above {steered.target:g} nats"
-        yield Line("weight of H", f"{steered.value:g} at first, {how}", "Skywork-OR1, He et al. 2025")
+        manner = f"changes by {steered.step:g} a step; 0 while the entropy is above {steered.target:g} nats"
+        yield Line("weight of H", f"{steered.value:g} at first, {manner}", "Skywork-OR1, He et al. 2025")
     if estimator.normalise != "none":
         yield Line("A becomes", {"mean": "A - mean(A)", "std": "(A - mean(A)) / std(A)"}[estimator.normalise])
     if estimator.clip is not None:
@@ -98,10 +98,10 @@ def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
     if algorithm.mask_truncated:
         yield Line("mask", "truncated completions are compared with their group, but not trained on")
     if algorithm.resample is not None:
-        how = (
+        manner = (
             f"trajectories are drawn with replacement, with a probability proportional to {algorithm.resample.formula}"
         )
-        yield Line("resample", how, RESAMPLING)
+        yield Line("resample", manner, RESAMPLING)
 
 
 @singledispatch

@@ -52,16 +52,16 @@ class Resampling(Config):
                 "leave it out, or set weights: power",
             )
 
-    def rows(self, batch: Batch, who: Members, seed: int) -> list[int]:
+    def rows(self, batch: Batch, trajectories: Members, seed: int) -> list[int]:
         """Returns the rows of the drawn trajectories, in the order of the batch. `seed` is the run's: the draws are a
         function of it and of the names of the batch's groups."""
         # In reverse, so that the first row of a trajectory is the one that stays in the dictionary.
-        first = {int(trajectory): row for row, trajectory in reversed([*enumerate(who.of_row)])}
-        owners = [batch.experiences[first[trajectory]] for trajectory in range(len(who.score))]
+        first = {int(trajectory): row for row, trajectory in reversed([*enumerate(trajectories.of_row)])}
+        owners = [batch.experiences[first[trajectory]] for trajectory in range(len(trajectories.score))]
         names = [(e.group_id, e.index, *filter(None, [e.participant])) for e in owners]
         addresses = np.array([stream(seed, "resample", *name) for name in names], np.uint64)
-        drawn = self.draws(who.score.numpy(), uniforms(addresses, 0))
-        times = np.bincount(drawn, minlength=len(owners))[who.of_row.numpy()]
+        drawn = self.draws(trajectories.score.numpy(), uniforms(addresses, 0))
+        times = np.bincount(drawn, minlength=len(owners))[trajectories.of_row.numpy()]
         return np.repeat(np.arange(len(batch)), times).tolist()
 
     def draws(self, score: npt.NDArray[np.float64], uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

@@ -195,12 +195,12 @@ def _loaded(
             system, about = _system_of(config.stage_configs()[-1])
     stage = stage_at(config, step if step is not None and _is_run(path) else 0)
     sampling_limits = {key: value for key, value in limits.items() if value is not None}
-    how = replace(stage.config.evaluation.sampling.sampling(stage.config.engine.sampling, 1), **sampling_limits)
+    sampling = replace(stage.config.evaluation.sampling.sampling(stage.config.engine.sampling, 1), **sampling_limits)
     with shown(Path(name)):
         engine = build_engine(stage)
-    kind = f"temperature {how.temperature:g}" if how.temperature else "greedy"
-    about = f"{name}: {kind}, at most {how.max_new_tokens} tokens, context {engine.max_context}{about}"
-    model = ChatModel(name, about, engine, stage.renderer, how, system, config.run.seed)
+    kind = f"temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
+    about = f"{name}: {kind}, at most {sampling.max_new_tokens} tokens, context {engine.max_context}{about}"
+    model = ChatModel(name, about, engine, stage.renderer, sampling, system, config.run.seed)
     model.begin(0)
     return model
 

@@ -123,41 +123,41 @@ def title_of(group: Group, rollout: Trajectory) -> str:
 
 
 def compare_rollout(
-    comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
+    comparison: Comparison, title: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
 ) -> bool:
     """Compares a recorded rollout with the one sampled again: tokens, log-probabilities, rewards (except `left_out`,
     which were not computed). Returns whether the tokens are equal."""
     if any("DeadlineExceeded" in str(rollout.failure) for rollout in (recorded, replayed)):
-        comparison.note("tokens", f"{who} exceeded its deadline: time is not replayed")
+        comparison.note("tokens", f"{title} exceeded its deadline: time is not replayed")
         return False
-    if not _same_tokens(comparison, who, recorded, replayed):
+    if not _same_tokens(comparison, title, recorded, replayed):
         return False
     for number, (old, new) in enumerate(zip(recorded.turns, replayed.turns, strict=True)):
-        comparison.arrays("log-probs", f"{who}, turn {number + 1}, token", old.log_prob, new.log_prob)
-    compare_rewards(comparison, who, recorded, replayed, left_out)
+        comparison.arrays("log-probs", f"{title}, turn {number + 1}, token", old.log_prob, new.log_prob)
+    compare_rewards(comparison, title, recorded, replayed, left_out)
     return True
 
 
 def compare_rewards(
-    comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
+    comparison: Comparison, title: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
 ) -> None:
     """Compares the rewards of a rollout with the recomputed ones."""
     old, new = (_failed(rollout) for rollout in (recorded, replayed))
-    if not comparison.values("reward", f"{who}, its failure", old, new) or recorded.failure is not None:
+    if not comparison.values("reward", f"{title}, its failure", old, new) or recorded.failure is not None:
         return
     names = [name for name in {**recorded.rewards, **replayed.rewards} if name not in left_out]
     for name in names:
         if name in recorded.rewards and name in replayed.rewards:
-            comparison.number("reward", f"{who}, {name}", recorded.rewards[name], replayed.rewards[name])
+            comparison.number("reward", f"{title}, {name}", recorded.rewards[name], replayed.rewards[name])
         else:
-            comparison.values("reward", f"{who}, {name}", recorded.rewards.get(name), replayed.rewards.get(name))
+            comparison.values("reward", f"{title}, {name}", recorded.rewards.get(name), replayed.rewards.get(name))
 
 
 def _failed(rollout: Trajectory) -> str:
     return "none" if rollout.failure is None else f"{rollout.failure.side}: {rollout.failure.kind}"
 
 
-def _same_tokens(comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory) -> bool:
+def _same_tokens(comparison: Comparison, title: str, recorded: Trajectory, replayed: Trajectory) -> bool:
     compared = comparison.stages["tokens"]
     compared.number += 1
     difference = next(_differing_tokens(recorded.turns, replayed.turns), "")
@@ -165,9 +165,9 @@ def _same_tokens(comparison: Comparison, who: str, recorded: Trajectory, replaye
         compared.equal += 1
     elif comparison.inexact:
         compared.worst = 1.0
-        comparison.note("tokens", f"{who} differs at {difference}; sampling may differ if bits differ")
+        comparison.note("tokens", f"{title} differs at {difference}; sampling may differ if bits differ")
     else:
-        compared.differences.append(f"{who}, {difference}")
+        compared.differences.append(f"{title}, {difference}")
     return not difference
 
 

@@ -186,10 +186,10 @@ async def _replay_rollouts(
         for group, again in zip(groups, replayed, strict=True):
             result.rollouts += len(group.rollouts)
             for old, new in zip(group.rollouts, again.rollouts, strict=True):
-                who = title_of(group, old)
+                title = title_of(group, old)
                 if any(len(np.unique(turn.policy_version)) > 1 for turn in old.turns):
-                    comparison.note("tokens", f"{who} was sampled while weights changed (sync.in_flight)")
-                elif compare_rollout(comparison, who, old, new, left_out):
+                    comparison.note("tokens", f"{title} was sampled while weights changed (sync.in_flight)")
+                elif compare_rollout(comparison, title, old, new, left_out):
                     continue
                 await _judge_recorded(comparison, explorer, group, old, left_out)
     finally:
@@ -219,15 +219,15 @@ async def _judge_recorded(
 ) -> None:
     """Compares the rewards of a rollout whose tokens differ when sampled again, if they can be computed from its text
     alone."""
-    who = title_of(group, rollout)
+    title = title_of(group, rollout)
     if capabilities_of(explorer.workflow).gives_rewards or explorer.operators or rollout.failure is not None:
-        comparison.note("reward", f"{who}: its rewards belong to a rollout that differs from the recorded one")
+        comparison.note("reward", f"{title}: its rewards belong to a rollout that differs from the recorded one")
         return
     comparing = cast(Judge, explorer.judge).comparing
     if comparing:
-        comparison.note("reward", f"{who}: rewards that compare a group are left out")
+        comparison.note("reward", f"{title}: rewards that compare a group are left out")
     (judged,) = await explorer.judge_rollouts(group.task, [replace(rollout, rewards={})])
-    compare_rewards(comparison, who, rollout, judged, [*left_out, *comparing])
+    compare_rewards(comparison, title, rollout, judged, [*left_out, *comparing])
 
 
 # --------------------------------------------------------------------------- the train step
@@ -272,8 +272,8 @@ def _score_recorded(comparison: Comparison, trainer: ReplayedTrainer, batch: Bat
     part = batch.select(fresh)
     for experience, scores in zip(part.experiences, trainer.trainer.engine.score(part, "old"), strict=True):
         mask = experience.response_mask & (experience.policy_version == trainer.version)
-        who = f"{experience.group_id}, rollout {experience.index + 1}, by the trainer, token"
-        comparison.arrays("log-probs", who, experience.rollout_log_prob[mask], np.asarray(scores)[mask])
+        title = f"{experience.group_id}, rollout {experience.index + 1}, by the trainer, token"
+        comparison.arrays("log-probs", title, experience.rollout_log_prob[mask], np.asarray(scores)[mask])
 
 
 def _compare_columns(
@@ -291,8 +291,8 @@ def _compare_columns(
                 computed: dict[str, AnyArray] = {name: arrays[row] for name, arrays in batch.columns.items()}
                 computed["response_mask"] = batch.experiences[row].response_mask
                 for name, array in columns.items():
-                    who = f"{title_of(group, rollout)}, {name}, token"
-                    comparison.arrays("advantage", who, array, computed.get(name, array[:0]))
+                    title = f"{title_of(group, rollout)}, {name}, token"
+                    comparison.arrays("advantage", title, array, computed.get(name, array[:0]))
     if not tokens_file(run.path, step).is_file():
         comparison.note("advantage", "values of single tokens were not kept: set run.keep: tokens")
 
@@ -324,6 +324,6 @@ def _compare_update(comparison: Comparison, run: RecordedRun, trainer: ReplayedT
     for file in sorted((run.store.open(version).path / "policy").glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             if name in weights:
-                who = f"{name} in the checkpoint, at"
+                title = f"{name} in the checkpoint, at"
                 offered = weights[name].double()
-                comparison.arrays("update", who, tensor.to(weights[name].dtype).double().numpy(), offered.numpy())
+                comparison.arrays("update", title, tensor.to(weights[name].dtype).double().numpy(), offered.numpy())

@@ -150,8 +150,10 @@ def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
 def _calls(turn: Turn, decode: Decode) -> tuple[ToolCall, ...]:
     """Returns the calls of a completion, after its reasoning. A record has no list of tools: any name counts."""
     prompt_end = decode(turn.prompt_tokens[-REASONING_TAIL:])
-    texts = [(how, how.split(turn.text, opened=how.opens(prompt_end))[1]) for how in FORMATS]
-    calls_by_format = (how.read(text) for how, text in texts if how.begins(text))
+    texts = [
+        (tool_format, tool_format.split(turn.text, opened=tool_format.opens(prompt_end))[1]) for tool_format in FORMATS
+    ]
+    calls_by_format = (tool_format.read(text) for tool_format, text in texts if tool_format.begins(text))
     return next((calls[1] for calls in calls_by_format if calls is not None), ())
 
 
@@ -200,8 +202,8 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
         for item in turn.get("media", ()):
             place = "" if item["span"] is None else f" at tokens {item['span'][0]} to {item['span'][1]}"
             lines.append(f"  {item['mime']}{place}: media/{item['sha256']}")
-        who = f" of {turn['participant']}" if turn["participant"] else ""
-        lines.append(_indented(f"completion{who}", turn["completion"]))
+        participant = f" of {turn['participant']}" if turn["participant"] else ""
+        lines.append(_indented(f"completion{participant}", turn["completion"]))
         if not turn["written"].startswith(turn["completion"]):  # its special tokens were stripped
             lines.append(_indented("as written", turn["written"]))
         earned = f", reward {turn['reward']:.4g}" if turn["reward"] else ""

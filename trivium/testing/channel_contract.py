@@ -34,9 +34,9 @@ async def check_channel(
         pair = await _ChannelEnds.open(make, patience_s)
         sent = [_odd_tensors(seed) for seed in range(3)]
         for version, tensors in enumerate(sent):
-            mine = {name: tensor.clone() for name, tensor in tensors.items()}
-            require(_same(await pair.deliver(version, mine), tensors), "collect yields what was offered, to the bit")
-            for tensor in mine.values():
+            copies = {name: tensor.clone() for name, tensor in tensors.items()}
+            require(_same(await pair.deliver(version, copies), tensors), "collect yields what was offered, to the bit")
+            for tensor in copies.values():
                 # As a trainer does, which goes on with its tensors.
                 tensor.zero_()
         versions = pair.trainer.versions

@@ -269,16 +269,16 @@ class ChatTemplate:
     def _in_parts(self, message: Message, answered: bool) -> Message:
         """An assistant's message whose calls and reasoning are apart from its content, where the template needs that;
         `answered`: results follow. Otherwise the text as the policy wrote it, which the template gets as content."""
-        how = self.tool_format
+        tool_format = self.tool_format
         if message.tool_calls or message.reasoning is not None:
             if not message.tool_calls or self.call_style is not None:
                 return message
-            text = "\n".join(part for part in (message.content, how.write(message.tool_calls)) if part)
+            text = "\n".join(part for part in (message.content, tool_format.write(message.tool_calls)) if part)
             return replace(message, content=text, tool_calls=())
-        if not how.answers and not (answered and self.results_need_calls):
+        if not tool_format.answers and not (answered and self.results_need_calls):
             return message
-        thought, rest = how.split(message.content)
-        content, calls = how.read(rest) or (rest, ())
+        thought, rest = tool_format.split(message.content)
+        content, calls = tool_format.read(rest) or (rest, ())
         if answered and self.results_need_calls and not calls:
             raise DataError(
                 "results of tools after a message with their calls, as the chat template asks for",

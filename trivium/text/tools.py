@@ -75,9 +75,9 @@ def read_tool_calls(
     completion, or is opened by the prompt, of which `prompt_end` is the text of the last `REASONING_TAIL` tokens. If
     any part after it is not a valid call of one of these tools, the whole completion is text.
     """
-    for how in _typed(tools, tool_format):
-        _, rest = how.split(text, opened=how.opens(prompt_end))
-        content, calls = CallableTools(frozenset(tools), how).read(rest)
+    for candidate in _typed(tools, tool_format):
+        _, rest = candidate.split(text, opened=candidate.opens(prompt_end))
+        content, calls = CallableTools(frozenset(tools), candidate).read(rest)
         if calls:
             return text.removesuffix(rest) + content, calls
     return text, ()
@@ -92,15 +92,15 @@ def attempted_calls(
     if calls or not tools:
         return calls, ""
     formats = _typed(tools, tool_format)
-    rests = [(how, how.split(text, opened=how.opens(prompt_end))[1]) for how in formats]
-    started = [(how, rest) for how, rest in rests if how.begins(rest)]
-    parsed = next((calls[1] for how, rest in started if (calls := how.read(rest)) is not None), ())
+    rests = [(candidate, candidate.split(text, opened=candidate.opens(prompt_end))[1]) for candidate in formats]
+    started = [(candidate, rest) for candidate, rest in rests if candidate.begins(rest)]
+    parsed = next((calls[1] for candidate, rest in started if (calls := candidate.read(rest)) is not None), ())
     return parsed, started[0][0].fault(started[0][1]) if started and not parsed else ""
 
 
 def _typed(tools: Collection[str] | Schemas, tool_format: ToolFormat | None) -> list[ToolFormat]:
     formats = FORMATS if tool_format is None else (tool_format,)
-    return [how.typed(tools) for how in formats] if isinstance(tools, Mapping) else [*formats]
+    return [candidate.typed(tools) for candidate in formats] if isinstance(tools, Mapping) else [*formats]
 
 
 def json_object(text: str) -> str | None:

@@ -224,9 +224,9 @@ class _Client:
             # At these words, programs of verifiers end their run without an error.
             words = "maximum context length: " if isinstance(error, PromptTooLong) else ""
             raise vf.ProviderError(f"{words}{text_of(error)}", status_code=400) from error
-        how, prompt_end = policy.tool_format or HERMES, policy.prompt_end(REASONING_TAIL)
+        tool_format, prompt_end = policy.tool_format or HERMES, policy.prompt_end(REASONING_TAIL)
         text, calls = read_tool_calls(completion.text, schemas_of(described), policy.tool_format, prompt_end)
-        thought, content = how.split(text, opened=how.opens(prompt_end))
+        thought, content = tool_format.split(text, opened=tool_format.opens(prompt_end))
         if thought is not None:
             thought, content = thought.strip(), content.strip()
         sent = [vf.ToolCall(id=f"call_{next(self._ids)}", name=name, arguments=arguments) for name, arguments in calls]
@@ -252,8 +252,10 @@ class _Client:
             return content
         if (sampled := self._texts.get(message.model_dump_json())) is not None:
             return sampled
-        how = self._policy.tool_format or HERMES
-        begin, end = how.reasoning
+        tool_format = self._policy.tool_format or HERMES
+        begin, end = tool_format.reasoning
         thought = f"{begin}\n{message.reasoning_content}\n{end}\n\n" if message.reasoning_content else ""
-        calls = how.write([ToolCall(c.name, c.arguments) for c in message.tool_calls]) if message.tool_calls else ""
+        calls = (
+            tool_format.write([ToolCall(c.name, c.arguments) for c in message.tool_calls]) if message.tool_calls else ""
+        )
         return thought + "\n".join(part for part in (content, calls) if part)

@@ -97,9 +97,9 @@ def spread(per_member: Tensor, of_row: Tensor, x: AdvantageInputs) -> Advantages
     return Advantages(per_token, per_token)
 
 
-def per_member(values: Tensor, who: Members) -> Tensor:
+def per_member(values: Tensor, trajectories: Members) -> Tensor:
     """(T,) from (B,): values that are equal in all rows of a trajectory."""
-    return values.new_zeros(len(who.score)).scatter(0, who.of_row, values)
+    return values.new_zeros(len(trajectories.score)).scatter(0, trajectories.of_row, values)
 
 
 def trained_columns(mask: Tensor) -> list[int]:

@@ -34,10 +34,10 @@ def opmd(
     ] = 1.0,
 ) -> Advantages:
     """Reward against the group's mean, or its soft maximum. A group of one keeps its reward."""
-    who = members(x)
-    stats = group_statistics(who.score, who.group)
-    value = stats.centred if baseline == "mean" else who.score - _log_mean_exp(who, tau)
-    return spread(torch.where(stats.count == 1, who.score, value), who.of_row, x)
+    trajectories = members(x)
+    stats = group_statistics(trajectories.score, trajectories.group)
+    value = stats.centred if baseline == "mean" else trajectories.score - _log_mean_exp(trajectories, tau)
+    return spread(torch.where(stats.count == 1, trajectories.score, value), trajectories.of_row, x)
 
 
 @advantage(
@@ -54,9 +54,11 @@ def asymre(
     ] = -0.1,
 ) -> Advantages:
     """Reward against a shifted mean of the group. A group of one keeps its reward, unshifted."""
-    who = members(x)
-    stats = group_statistics(who.score, who.group)
-    return spread(torch.where(stats.count == 1, who.score, stats.centred - baseline_shift), who.of_row, x)
+    trajectories = members(x)
+    stats = group_statistics(trajectories.score, trajectories.group)
+    return spread(
+        torch.where(stats.count == 1, trajectories.score, stats.centred - baseline_shift), trajectories.of_row, x
+    )
 
 
 @advantage(
@@ -70,13 +72,15 @@ def accept(
     best: Annotated[bool, Field(description="whether to imitate only the best of a group, ties included")] = False,
 ) -> Advantages:
     """Good completions get 1, others 0: with the loss `reinforce` the policy imitates its good completions."""
-    who = members(x)
-    accepted = who.score >= threshold
+    trajectories = members(x)
+    accepted = trajectories.score >= threshold
     if best:
-        ids, group, _ = distinct(who.group)
-        highest = who.score.new_full((len(ids),), -torch.inf).scatter_reduce(0, group, who.score, "amax")
-        accepted &= who.score == highest[group]
-    return spread(accepted.to(who.score.dtype), who.of_row, x)
+        ids, group, _ = distinct(trajectories.group)
+        highest = trajectories.score.new_full((len(ids),), -torch.inf).scatter_reduce(
+            0, group, trajectories.score, "amax"
+        )
+        accepted &= trajectories.score == highest[group]
+    return spread(accepted.to(trajectories.score.dtype), trajectories.of_row, x)
 
 
 @advantage(
@@ -97,35 +101,43 @@ def rec(
     epsilon: Epsilon = 1e-6,
 ) -> Advantages:
     """Reward against the mean of the group's kept members; a dropped one gets 0. A group of one keeps its reward."""
-    who = members(x)
-    compared = _balanced(who, _draw(x, who)) if drop == "balance" else torch.ones_like(who.score, dtype=torch.bool)
-    stats = group_statistics(who.score[compared], who.group[compared])
-    value = torch.where(stats.count == 1, who.score[compared], stats.centred)
+    trajectories = members(x)
+    compared = (
+        _balanced(trajectories, _draw(x, trajectories))
+        if drop == "balance"
+        else torch.ones_like(trajectories.score, dtype=torch.bool)
+    )
+    stats = group_statistics(trajectories.score[compared], trajectories.group[compared])
+    value = torch.where(stats.count == 1, trajectories.score[compared], stats.centred)
     if norm_by_std:
         value = value / (population_std(stats) + epsilon)
-    return spread(torch.zeros_like(who.score).masked_scatter(compared, value), who.of_row, x)
+    return spread(torch.zeros_like(trajectories.score).masked_scatter(compared, value), trajectories.of_row, x)
 
 
-def _log_mean_exp(who: Members, tau: float) -> Tensor:
+def _log_mean_exp(trajectories: Members, tau: float) -> Tensor:
     """(T,): tau log(mean(exp(R / tau))) of each member's group, from distances to the group's highest score."""
-    _, inverse, count = distinct(who.group)
-    highest = who.score.new_full((len(count),), -torch.inf).scatter_reduce(0, inverse, who.score, "amax")
-    lifted = ((who.score - highest[inverse]) / tau).exp()
+    _, inverse, count = distinct(trajectories.group)
+    highest = trajectories.score.new_full((len(count),), -torch.inf).scatter_reduce(
+        0, inverse, trajectories.score, "amax"
+    )
+    lifted = ((trajectories.score - highest[inverse]) / tau).exp()
     mean = torch.zeros_like(highest).index_add(0, inverse, lifted) / count
     return (highest + tau * mean.log())[inverse]
 
 
-def _draw(x: AdvantageInputs, who: Members) -> Tensor:
+def _draw(x: AdvantageInputs, trajectories: Members) -> Tensor:
     """(T,): a number in [0, 1) for each trajectory, independent of the rest of the batch and of its order."""
     # By a sum, since the rows of a batch without tokens have no first number.
     per_row = x.columns["uniform"].double()[:, :1].sum(-1)
-    return per_row.new_full((len(who.score),), torch.inf).scatter_reduce(0, who.of_row, per_row, "amin")
+    return per_row.new_full((len(trajectories.score),), torch.inf).scatter_reduce(
+        0, trajectories.of_row, per_row, "amin"
+    )
 
 
-def _balanced(who: Members, draw: Tensor) -> Tensor:
+def _balanced(trajectories: Members, draw: Tensor) -> Tensor:
     """(T,) bool: all members at or above the group's mean, and at most as many below it, by lowest draw."""
-    below = group_statistics(who.score, who.group).centred < 0
-    mates = who.group[:, None] == who.group
+    below = group_statistics(trajectories.score, trajectories.group).centred < 0
+    mates = trajectories.group[:, None] == trajectories.group
     others = (mates & ~below).sum(-1)
     place = (mates & below & (draw < draw[:, None])).sum(-1)
     return ~below | (place < others)

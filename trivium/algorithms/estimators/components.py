@@ -37,14 +37,14 @@ def gdpo(
     there are no components, or if weights are given and a component has none.
     """
     _check(x, weights)
-    who = members(x)
-    total = torch.zeros_like(who.score)
+    trajectories = members(x)
+    total = torch.zeros_like(trajectories.score)
     for name, values in sorted(x.components.items()):
-        score = per_member(values.double(), who)
+        score = per_member(values.double(), trajectories)
         has = ~score.isnan()
-        part = relative(score[has], who.group[has], "group" if norm_by_std else None, epsilon)
+        part = relative(score[has], trajectories.group[has], "group" if norm_by_std else None, epsilon)
         total[has] += (1.0 if weights is None else weights[name]) * part
-    white = whitened(spread(total, who.of_row, x).advantages, x.response_mask)
+    white = whitened(spread(total, trajectories.of_row, x).advantages, x.response_mask)
     return Advantages(white, white)
 
 

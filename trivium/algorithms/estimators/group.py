@@ -38,9 +38,9 @@ def grpo(
     x: AdvantageInputs, *, norm_by_std: NormByStd = True, std_level: StdLevel = "group", epsilon: Epsilon = 1e-6
 ) -> Advantages:
     """Reward relative to the group's mean, in units of an unbiased standard deviation."""
-    who = members(x)
+    trajectories = members(x)
     scale = std_level if norm_by_std else None
-    return spread(relative(who.score, who.group, scale, epsilon), who.of_row, x)
+    return spread(relative(trajectories.score, trajectories.group, scale, epsilon), trajectories.of_row, x)
 
 
 @advantage(
@@ -64,12 +64,14 @@ def grpo_rank_penalty(
     """Reduces the reward of a member by the rank of its likelihood in the group, so rare correct completions count
     more. Meant for rewards of at least 0: reducing a negative reward would raise it.
     """
-    who = members(x)
-    likelihood = _mean_log_prob(x, who)
-    below = (who.group[:, None] == who.group) & (likelihood < likelihood[:, None])
-    rank = below.sum(-1) / group_statistics(who.score, who.group).count
-    score = who.score * (1 - rank_penalty * rank)
-    return spread(relative(score, who.group, std_level if norm_by_std else None, epsilon), who.of_row, x)
+    trajectories = members(x)
+    likelihood = _mean_log_prob(x, trajectories)
+    below = (trajectories.group[:, None] == trajectories.group) & (likelihood < likelihood[:, None])
+    rank = below.sum(-1) / group_statistics(trajectories.score, trajectories.group).count
+    score = trajectories.score * (1 - rank_penalty * rank)
+    return spread(
+        relative(score, trajectories.group, std_level if norm_by_std else None, epsilon), trajectories.of_row, x
+    )
 
 
 @advantage(
@@ -84,11 +86,11 @@ def rloo(
     alone: Annotated[Literal["reward", "zero"], Field(description="the advantage of a group of one")] = "reward",
 ) -> Advantages:
     """Reward against the mean of the others."""
-    who = members(x)
-    stats = group_statistics(who.score, who.group)
+    trajectories = members(x)
+    stats = group_statistics(trajectories.score, trajectories.group)
     leave_one_out = stats.centred * stats.count / (stats.count - 1).clamp(min=1)
-    lonely = who.score if alone == "reward" else torch.zeros_like(who.score)
-    return spread(torch.where(stats.count == 1, lonely, leave_one_out), who.of_row, x)
+    lonely = trajectories.score if alone == "reward" else torch.zeros_like(trajectories.score)
+    return spread(torch.where(stats.count == 1, lonely, leave_one_out), trajectories.of_row, x)
 
 
 @advantage(
@@ -100,13 +102,13 @@ def rloo(
 def opo(x: AdvantageInputs) -> Advantages:
     """Reward against the mean of the group weighted by length: the baseline of least variance if the size of a gradient
     grows with the length of its completion. Lengths count trained tokens."""
-    who = members(x)
-    length = torch.zeros_like(who.score).index_add(0, who.of_row, x.response_mask.sum(-1).double())
-    stats = group_statistics(who.score, who.group)
-    distance = stats.centred - _of_group(stats.centred, who.group, "amin")
-    total = _of_group(length, who.group, "sum")
-    baseline = _of_group(length * distance, who.group, "sum") / torch.where(total == 0, 1.0, total)
-    return spread(torch.where(stats.count == 1, who.score, distance - baseline), who.of_row, x)
+    trajectories = members(x)
+    length = torch.zeros_like(trajectories.score).index_add(0, trajectories.of_row, x.response_mask.sum(-1).double())
+    stats = group_statistics(trajectories.score, trajectories.group)
+    distance = stats.centred - _of_group(stats.centred, trajectories.group, "amin")
+    total = _of_group(length, trajectories.group, "sum")
+    baseline = _of_group(length * distance, trajectories.group, "sum") / torch.where(total == 0, 1.0, total)
+    return spread(torch.where(stats.count == 1, trajectories.score, distance - baseline), trajectories.of_row, x)
 
 
 @advantage(
@@ -120,12 +122,20 @@ def gpg(
     x: AdvantageInputs, *, f_norm: Annotated[float, Field(gt=0, description="a divisor of all advantages")] = 1.0
 ) -> Advantages:
     """Centred rewards, scaled up if few of the batch's rewards differ from 0."""
-    who = members(x)
+    trajectories = members(x)
     # The rewards before shaping and penalties, which would make nearly all of them differ from 0.
-    reward = sum(x.components.values(), torch.zeros(())) if x.components else members(x.unpenalised()).score[who.of_row]
-    informative = int(torch.count_nonzero(per_member(reward.double().expand(len(who.of_row)), who)))
-    scale = len(who.score) / max(informative, 1)
-    return spread(scale * _centred(who.score, group_statistics(who.score, who.group)) / f_norm, who.of_row, x)
+    reward = (
+        sum(x.components.values(), torch.zeros(()))
+        if x.components
+        else members(x.unpenalised()).score[trajectories.of_row]
+    )
+    informative = int(torch.count_nonzero(per_member(reward.double().expand(len(trajectories.of_row)), trajectories)))
+    scale = len(trajectories.score) / max(informative, 1)
+    return spread(
+        scale * _centred(trajectories.score, group_statistics(trajectories.score, trajectories.group)) / f_norm,
+        trajectories.of_row,
+        x,
+    )
 
 
 @advantage(
@@ -137,13 +147,13 @@ def gpg(
 )
 def grpo_passk(x: AdvantageInputs, *, norm_by_std: NormByStd = True, epsilon: Epsilon = 1e-6) -> Advantages:
     """Only the best member learns, by its lead over the second best; a tie at the top, or a group of one, gives 0."""
-    who = members(x)
-    stats = group_statistics(who.score, who.group)
-    best = who.score == _of_group(who.score, who.group, "amax")
-    second = _of_group(torch.where(best, -torch.inf, who.score), who.group, "amax")
-    winner = best & (_of_group(best.double(), who.group, "sum") == 1) & (stats.count > 1)
-    lead = torch.where(winner, who.score - second, 0.0)
-    return spread(lead / (stats.std + epsilon) if norm_by_std else lead, who.of_row, x)
+    trajectories = members(x)
+    stats = group_statistics(trajectories.score, trajectories.group)
+    best = trajectories.score == _of_group(trajectories.score, trajectories.group, "amax")
+    second = _of_group(torch.where(best, -torch.inf, trajectories.score), trajectories.group, "amax")
+    winner = best & (_of_group(best.double(), trajectories.group, "sum") == 1) & (stats.count > 1)
+    lead = torch.where(winner, trajectories.score - second, 0.0)
+    return spread(lead / (stats.std + epsilon) if norm_by_std else lead, trajectories.of_row, x)
 
 
 @advantage(
@@ -159,15 +169,15 @@ def max_rl(x: AdvantageInputs) -> Advantages:
 
     Raises DataError for a negative reward, which has no success rate.
     """
-    who = members(x)
-    if bool((who.score < 0).any()):
+    trajectories = members(x)
+    if bool((trajectories.score < 0).any()):
         raise DataError(
             "rewards that are success rates, for max_rl",
-            f"a reward of {float(who.score.min()):g}",
+            f"a reward of {float(trajectories.score.min()):g}",
             "give rewards of at least 0 and no KL penalty in them, or use another estimator",
         )
-    stats = group_statistics(who.score, who.group)
-    return spread(stats.centred / torch.where(stats.mean == 0, 1.0, stats.mean), who.of_row, x)
+    stats = group_statistics(trajectories.score, trajectories.group)
+    return spread(stats.centred / torch.where(stats.mean == 0, 1.0, stats.mean), trajectories.of_row, x)
 
 
 @advantage(
@@ -179,10 +189,10 @@ def max_rl(x: AdvantageInputs) -> Advantages:
 )
 def cpgd(x: AdvantageInputs, *, norm_by_std: NormByStd = True, epsilon: Epsilon = 1e-6) -> Advantages:
     """As GRPO, in units of the population standard deviation."""
-    who = members(x)
-    stats = group_statistics(who.score, who.group)
-    value = _centred(who.score, stats)
-    return spread(value / (population_std(stats) + epsilon) if norm_by_std else value, who.of_row, x)
+    trajectories = members(x)
+    stats = group_statistics(trajectories.score, trajectories.group)
+    value = _centred(trajectories.score, stats)
+    return spread(value / (population_std(stats) + epsilon) if norm_by_std else value, trajectories.of_row, x)
 
 
 @advantage(
@@ -194,8 +204,10 @@ def cpgd(x: AdvantageInputs, *, norm_by_std: NormByStd = True, epsilon: Epsilon 
 )
 def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Advantages:
     """Centred in the group, scaled by the spread of all tokens of the batch."""
-    who = members(x)
-    centred = spread(_centred(who.score, group_statistics(who.score, who.group)), who.of_row, x).advantages
+    trajectories = members(x)
+    centred = spread(
+        _centred(trajectories.score, group_statistics(trajectories.score, trajectories.group)), trajectories.of_row, x
+    ).advantages
     white = whitened(centred, x.response_mask)
     return Advantages(white, white)
 
@@ -229,11 +241,11 @@ def _of_group(values: Tensor, group: Tensor, reduce: Literal["sum", "amin", "ama
     return values.new_zeros(len(members)).scatter_reduce(0, inverse, values, reduce, include_self=False)[inverse]
 
 
-def _mean_log_prob(x: AdvantageInputs, who: Members) -> Tensor:
+def _mean_log_prob(x: AdvantageInputs, trajectories: Members) -> Tensor:
     """(T,): the mean log-probability of each trajectory's trained tokens when they were sampled."""
     sampled = torch.where(x.response_mask, x.columns["rollout_log_prob"].double(), 0.0).sum(-1)
     total, tokens = (
-        torch.zeros_like(who.score).index_add(0, who.of_row, per_row.double())
+        torch.zeros_like(trajectories.score).index_add(0, trajectories.of_row, per_row.double())
         for per_row in (sampled, x.response_mask.sum(-1))
     )
     return total / tokens.clamp(min=1)

@@ -78,10 +78,12 @@ def reinforce_baseline(
 ) -> Advantages:
     """The return from each token on, its reward centred in the group. A KL penalty stays on the tokens that earned it
     and enters no baseline. A group of one keeps its reward; returns are not whitened."""
-    who = members(x.unpenalised())
-    stats = group_statistics(who.score, who.group)
+    trajectories = members(x.unpenalised())
+    stats = group_statistics(trajectories.score, trajectories.group)
     factor = stats.count / (stats.count - 1).clamp(min=1) if baseline == "others" else 1.0
-    returns = _from_outcome(torch.where(stats.count == 1, who.score, stats.centred * factor), who, x, gamma)
+    returns = _from_outcome(
+        torch.where(stats.count == 1, trajectories.score, stats.centred * factor), trajectories, x, gamma
+    )
     return Advantages(_typed(whitened(returns, x.response_mask) if whiten else returns, x), _typed(returns, x))
 
 
@@ -94,8 +96,10 @@ def reinforce_baseline(
 )
 def group_norm(x: AdvantageInputs, *, gamma: Discount = 1.0, epsilon: Epsilon = 1e-9) -> Advantages:
     """As `reinforce_baseline`, in units of the group's unbiased standard deviation."""
-    who = members(x.unpenalised())
-    returns = _typed(_from_outcome(relative(who.score, who.group, "group", epsilon), who, x, gamma), x)
+    trajectories = members(x.unpenalised())
+    returns = _typed(
+        _from_outcome(relative(trajectories.score, trajectories.group, "group", epsilon), trajectories, x, gamma), x
+    )
     return Advantages(returns, returns)
 
 
@@ -142,12 +146,12 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return result
 
 
-def _from_outcome(value: Tensor, who: Members, x: AdvantageInputs, gamma: float) -> Tensor:
+def _from_outcome(value: Tensor, trajectories: Members, x: AdvantageInputs, gamma: float) -> Tensor:
     """(B, L): returns of `value` (T,), on the last trained token of each trajectory's rows, and of the KL penalty."""
     mask = x.response_mask
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     penalty = x.token_level_rewards.double() - x.unpenalised().token_level_rewards.double()
-    rewards = penalty + torch.where(last, value[who.of_row].unsqueeze(-1), 0.0)
+    rewards = penalty + torch.where(last, value[trajectories.of_row].unsqueeze(-1), 0.0)
     return returns_to_go(rewards, mask, gamma)
 
 

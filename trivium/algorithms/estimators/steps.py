@@ -38,13 +38,13 @@ def step_wise_grpo(
     epsilon: Epsilon = 1e-6,
 ) -> Advantages:
     """The advantage of the episode for each of its turns. Turns without a trained token do not count."""
-    who = members(x)
-    value = relative(who.score, who.group, std_level if norm_by_std else None, epsilon)
+    trajectories = members(x)
+    value = relative(trajectories.score, trajectories.group, std_level if norm_by_std else None, epsilon)
     if norm_by_steps:
-        turns = _turns(x, who)
+        turns = _turns(x, trajectories)
         number = torch.bincount(turns.trajectory, minlength=len(value))
         value = value / number.clamp(min=1)
-    return spread(value, who.of_row, x)
+    return spread(value, trajectories.of_row, x)
 
 
 @advantage(
@@ -68,12 +68,14 @@ def gigpo(
     state. A reward that belongs to no turn (a judge's reward at the end, a KL penalty) counts for the last turn. A turn
     whose state is unknown, or that is the only one in its state, has no second part. A group of one keeps its reward.
     """
-    who = members(x)
+    trajectories = members(x)
     scale = "group" if fnorm == "std" else None
-    advantages = spread(relative(who.score, who.group, scale, epsilon), who.of_row, x).advantages
-    turns = _turns(x, who)
-    anchor = _anchors(who.group[turns.trajectory], turns.state)
-    returns = _returns(turns, who.score, gamma)
+    advantages = spread(
+        relative(trajectories.score, trajectories.group, scale, epsilon), trajectories.of_row, x
+    ).advantages
+    turns = _turns(x, trajectories)
+    anchor = _anchors(trajectories.group[turns.trajectory], turns.state)
+    returns = _returns(turns, trajectories.score, gamma)
     has_peers = group_statistics(returns, anchor).count > 1
     part = torch.where(has_peers & (turns.state >= 0), relative(returns, anchor, scale, epsilon), 0.0)
     advantages[turns.token] += (omega * part[turns.of_token]).to(advantages.dtype)
@@ -97,12 +99,12 @@ class _Turns(NamedTuple):
     """The turn of each of these tokens."""
 
 
-def _turns(x: AdvantageInputs, who: Members) -> _Turns:
+def _turns(x: AdvantageInputs, trajectories: Members) -> _Turns:
     number = x.columns["turn"]
     token = x.response_mask & (number >= 0)
     # One integer for a trajectory and a turn, so that sorting it sorts by trajectory and then by turn.
     stride = int(number[token].max()) + 1 if token.any() else 1
-    keys, of_token, _ = distinct((who.of_row.unsqueeze(-1) * stride + number)[token])
+    keys, of_token, _ = distinct((trajectories.of_row.unsqueeze(-1) * stride + number)[token])
     paid, state = torch.zeros_like(keys, dtype=torch.float64), torch.full_like(keys, -1)
     if "turn_reward" in x.columns:
         paid = paid.index_add(0, of_token, x.columns["turn_reward"].double()[token])
@@ -126,8 +128,8 @@ def _returns(turns: _Turns, score: Tensor, gamma: float) -> Tensor:
     returns, running = torch.zeros_like(paid), torch.zeros_like(score)
     for number in distinct(turns.number)[0].flip(0):
         here = turns.number == number
-        who = turns.trajectory[here]
+        positions = turns.trajectory[here]
         # A trajectory has at most one turn of each number, so no entry is written twice.
-        running[who] = paid[here] + gamma * running[who]
-        returns[here] = running[who]
+        running[positions] = paid[here] + gamma * running[positions]
+        returns[here] = running[positions]
     return returns

@@ -33,8 +33,8 @@ def a_star_po(
     """The optimal advantage: reward minus the optimal value of the task, estimated once from the rewards of samples of
     the reference policy. `trivium eval CONFIG --step 0 --tasks FILE` writes the column; one number is the value itself.
     """
-    who = members(x)
-    return spread(who.score - per_member(_optimal_values(x, beta), who), who.of_row, x)
+    trajectories = members(x)
+    return spread(trajectories.score - per_member(_optimal_values(x, beta), trajectories), trajectories.of_row, x)
 
 
 def _optimal_values(x: AdvantageInputs, beta: float) -> Tensor:

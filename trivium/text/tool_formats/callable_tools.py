@@ -31,16 +31,18 @@ class CallableTools:
     def certain(self, text: str) -> str:
         """The beginning of an incomplete completion that is text, however the completion continues. White space at its
         end is left out: `read` drops it before calls."""
-        how = self.format
-        if how.answered:
-            content = text.rstrip().removesuffix(how.answered)
-            open_ended = without_partial(content, [how.answered])
+        tool_format = self.format
+        if tool_format.answered:
+            content = text.rstrip().removesuffix(tool_format.answered)
+            open_ended = without_partial(content, [tool_format.answered])
             text = text if open_ended == text.rstrip() else open_ended
         start = text.lstrip()
         if not self.names:
             return text
-        begins = (beginning.startswith(mark[: len(beginning)]) for beginning in (text, start) for mark in how.starts)
+        begins = (
+            beginning.startswith(mark[: len(beginning)]) for beginning in (text, start) for mark in tool_format.starts
+        )
         if not start or any(begins):
             return ""
-        ends = [at for mark in how.marks if (at := text.find(mark)) >= 0]
-        return (text[: min(ends)] if ends else without_partial(text, how.marks)).rstrip()
+        ends = [at for mark in tool_format.marks if (at := text.find(mark)) >= 0]
+        return (text[: min(ends)] if ends else without_partial(text, tool_format.marks)).rstrip()

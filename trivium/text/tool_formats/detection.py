@@ -56,17 +56,17 @@ class AnyFormat(Hermes):
 
     def __init__(self, formats: Sequence[ToolFormat] = FORMATS) -> None:
         self._formats = formats
-        self.marks = tuple(dict.fromkeys(mark for how in formats for mark in how.marks))
-        self.starts = tuple(dict.fromkeys(start for how in formats for start in how.starts))
+        self.marks = tuple(dict.fromkeys(mark for tool_format in formats for mark in tool_format.marks))
+        self.starts = tuple(dict.fromkeys(start for tool_format in formats for start in tool_format.starts))
 
     def typed(self, schemas: Schemas) -> ToolFormat:
-        return AnyFormat([how.typed(schemas) for how in self._formats])
+        return AnyFormat([tool_format.typed(schemas) for tool_format in self._formats])
 
     def read(self, text: str) -> Calls | None:
-        return next((calls for how in self._formats if (calls := how.read(text)) is not None), None)
+        return next((calls for tool_format in self._formats if (calls := tool_format.read(text)) is not None), None)
 
     def begins(self, text: str) -> bool:
-        return any(how.begins(text) for how in self._formats)
+        return any(tool_format.begins(text) for tool_format in self._formats)
 
 
 class UnknownFormat(Hermes):
@@ -121,16 +121,23 @@ def detected(render: Render, tokens: Collection[str] = ()) -> Notation:
         answer = _text(render, [{"role": "assistant", "content": "answer"}])
         start = next((at for at, (a, b) in enumerate(zip(answer, written, strict=False)) if a != b), 0)
         end = max(written.rfind(argument) for argument in _SHOWN)
-        marked = [how for how in FORMATS if how.marks[0] in written]
-        for how, text in product((*marked, GPT_OSS, LLAMA3), (written, written[start:])):  # these need no mark
+        marked = [tool_format for tool_format in FORMATS if tool_format.marks[0] in written]
+        for tool_format, text in product((*marked, GPT_OSS, LLAMA3), (written, written[start:])):  # these need no mark
             tail = len(written) - end
-            if any(_reads(how, text[: len(text) - cut], calls) for cut in range(max(0, tail - _TAIL), tail)):
-                return Notation(how, written[start:])
+            if any(_reads(tool_format, text[: len(text) - cut], calls) for cut in range(max(0, tail - _TAIL), tail)):
+                return Notation(tool_format, written[start:])
         unread = unread or written[start : end + _TAIL]
     if unread:
         return Notation(UnknownFormat(unread), unread)
-    trained_marks = {how: {*tokens}.intersection(how.marks) for how in FORMATS if how.marks[0] in tokens}
-    trained = next((how for how, marks in trained_marks.items() if marks == set().union(*trained_marks.values())), None)
+    trained_marks = {
+        tool_format: {*tokens}.intersection(tool_format.marks)
+        for tool_format in FORMATS
+        if tool_format.marks[0] in tokens
+    }
+    trained = next(
+        (tool_format for tool_format, marks in trained_marks.items() if marks == set().union(*trained_marks.values())),
+        None,
+    )
     if trained is not None:
         return Notation(trained, "")
     return Notation(AnyFormat() if _NAMES[0] in _text(render, [], whole=True) else HERMES, "")
@@ -154,8 +161,8 @@ def _text(render: Render, turn: Sequence[dict[str, Any]], *, whole: bool = False
     return ""
 
 
-def _reads(how: ToolFormat, text: str, calls: Sequence[ToolCall]) -> bool:
+def _reads(tool_format: ToolFormat, text: str, calls: Sequence[ToolCall]) -> bool:
     """Whether the format reads exactly these calls."""
-    _, parsed = how.typed(dict.fromkeys(_NAMES, _SCHEMA)).read(text) or ("", ())
+    _, parsed = tool_format.typed(dict.fromkeys(_NAMES, _SCHEMA)).read(text) or ("", ())
     values = [[(call.name, json.loads(call.arguments)) for call in sequence] for sequence in (parsed, calls)]
     return values[0] == values[1]
