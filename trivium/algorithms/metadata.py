@@ -70,6 +70,7 @@ class FunctionMetadata:
     """The paper."""
     needs: AbstractSet[str] = frozenset()
     """The columns it reads beside the mask; any collection of names is accepted."""
+    # Without a hash, since a dict has none.
     effective: Mapping[str, When] = field(default_factory=dict[str, When], hash=False)
     """Option -> the condition under which it has an effect; an unlisted option always has one. A config that sets an
     option without effect is refused."""

@@ -37,6 +37,7 @@ def describe(groups: Sequence[Group], trained_groups: Sequence[Group], refused_b
 
 
 def _about(members: Sequence[Trajectory]) -> Metrics:
+    """Lengths, stop reasons and turns of rollouts; empty without any."""
     if not members:
         return {}
     tokens = [member.num_tokens for member in members]

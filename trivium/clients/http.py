@@ -223,6 +223,7 @@ class EndpointClient:
             raise last.error from None
 
     async def _attempt(self, raw: bytes, until: float) -> tuple[str, Any]:
+        """Sends the request once, to the least busy server among those that are not avoided."""
         now = time.monotonic()
         self._num_attempts += 1
         server = min(self._servers, key=lambda s: (max(0.0, s.paused_until - now), s.in_progress, s.last_used))
@@ -238,6 +239,7 @@ class EndpointClient:
         return _shown(server.url), value
 
     async def _send(self, url: str, raw: bytes, seconds: float) -> Any:
+        """The value that a URL answers, before `seconds` are over. Raises _TryAgain if another attempt may succeed."""
         import httpx  # imported here, because the command line must start without it
 
         self._token = token = read_token(self._config.token_variable, self._config.token_file)

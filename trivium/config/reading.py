@@ -271,6 +271,7 @@ def flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iter
 
 
 def _flattened(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:
+    """`flatten`, of any number of problems."""
     for item in error.errors(include_url=False):
         where = _dotted(prefix, item["loc"])
         cause = item.get("ctx", {}).get("error")

@@ -48,6 +48,7 @@ class MetricRows:
                     file.seek(0)
                 added = file.read()
             whole = added[: added.rfind(b"\n") + 1]
+            # A new list, since another thread may read the old one.
             self.rows = [*self.rows, *(row for line in whole.splitlines() if (row := json_value(line)))]
             self._position += len(whole)
             self._end = (self._end + whole)[-_END:]

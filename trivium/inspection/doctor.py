@@ -217,6 +217,7 @@ def _driver_version() -> str:
 def _refused(port: int) -> str:
     """Returns why a server cannot listen on the port; empty if it can."""
     with socket.socket() as listener:
+        # As servers set it: a port whose last connection has just ended is free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))

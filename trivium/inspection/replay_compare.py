@@ -172,6 +172,8 @@ def _same_tokens(comparison: Comparison, title: str, recorded: Trajectory, repla
 
 
 def _differing_tokens(recorded: Sequence[Turn], replayed: Sequence[Turn]) -> Iterator[str]:
+    """Yields what differs between two rollouts: for each turn the first token and the stop reason, then the number of
+    turns."""
     for number, (old, new) in enumerate(zip(recorded, replayed, strict=False), start=1):
         for name, a, b in (("prompt token", old.prompt_tokens, new.prompt_tokens), ("token", old.tokens, new.tokens)):
             if not np.array_equal(a, b):

@@ -111,6 +111,7 @@ def replay(
 async def _replay(
     run: RecordedRun, stage: Stage, step: int, task: str | None, update: bool, left_out: Sequence[str]
 ) -> StepReplay:
+    """`replay`, within an event loop."""
     comparison = Comparison(inexact_because(run, step, stage))
     trainer = ReplayedTrainer(run, stage)
     groups = trainer.fresh_groups(step) if trainer.explored else []

@@ -123,6 +123,7 @@ def _sequence(
     pieces: Callable[[Sequence[int]], list[str]],
     forks: Mapping[int, dict[str, Any]],
 ) -> dict[str, Any]:
+    """A sequence as `rollout_values` describes it."""
     turns = rollout.trajectory.turns
     spans = [
         {

@@ -228,6 +228,7 @@ class ConsoleMonitor:
             self._live.start()
 
     def _table(self) -> Group:
+        """The newest steps, without the columns of which none of them has a value."""
         steps = sorted(self._steps.items())  # a copy, because another thread draws
         rows = [(step, cells(row)) for step, row in steps]
         columns = [place for place in range(len(COLUMNS)) if any(row[place] for _, row in rows)]

@@ -465,6 +465,7 @@ class LiveWarnings:
 
     def problems_at(self, row: Row) -> list[Problem]:
         """Returns the problems after one more row; the rules run every `WINDOW` steps and at a non-finite value."""
+        # The first rows stay for rules that compare the run with its beginning.
         rows = self._first if len(self._first) < 2 * WINDOW else self._newest
         rows.append(row)
         if row["step"] % WINDOW and all(map(math.isfinite, row.values())):

@@ -61,6 +61,7 @@ class MlflowMonitor:
         self._client.update_run(self._run_id, status="RUNNING")
 
     def _begin(self, config: Config, run_dir: Path, artifacts: str | None) -> str:
+        """Begins a run in MLflow, with the config as its parameters. Returns its id."""
         existing = self._client.get_experiment_by_name(config.experiment)
         experiment = (
             existing.experiment_id if existing else self._client.create_experiment(config.experiment, artifacts)

@@ -174,6 +174,7 @@ class Link:
             self._end()
 
     def _receive_next(self) -> None:
+        """Waits for a message, and passes it to the call that it belongs to."""
         message = io.BytesIO(self._connection.recv_bytes())
         kind, number, specs = pickle.load(message)
         group = [*receive_together(self._connection, specs)] if specs else []

@@ -59,6 +59,7 @@ def trial(reward: RewardConfig, tasks: Sequence[Task], group_size: int) -> Trial
 
 
 async def _trial(judge: Judge, tasks: Sequence[Task], group_size: int) -> Trial:
+    """`trial`, within the fork."""
     failures: list[RewardError] = []
     with redirect_stdout(sys.stderr):  # the output of the command is a plan
         for task in tasks:

@@ -28,6 +28,7 @@ def sides_of(
 def _side(
     where: str, row: Mapping[str, Any], name: str, reader: Reader, messages_of: ReadMessages, prompt: object
 ) -> tuple[Message, ...]:
+    """`sides_of`, for one column."""
     value = row.get(name)
     if _is_conversation(value):
         images = row_images(row.get(f"{name}_images"), f"{where}_images", reader)

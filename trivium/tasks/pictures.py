@@ -81,6 +81,7 @@ def read_image(value: object, where: str, root: Path | None = None) -> Media:
 
 
 def _text(value: str, where: str, root: Path | None) -> Media:
+    """Reads an image from a data URI, base64 or a path."""
     scheme = value[:16].partition(":")[0].lower()
     if scheme in ("http", "https", "ftp", "s3", "gs", "hf", "hdfs"):
         raise DataError(
@@ -119,6 +120,7 @@ def _base64(text: str) -> bytes | None:
 
 
 def _file(name: str, where: str, root: Path | None) -> Media:
+    """Reads a file inside the folder `root`."""
     if root is None:
         raise DataError(
             f"an image at {where}",

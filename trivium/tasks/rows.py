@@ -307,6 +307,7 @@ def messages_of(
 
 
 def _message(entry: object, where: str, reader: Reader, images: list[Media] | None) -> Message:
+    """Converts an entry of a conversation, for `messages_of`."""
     message = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
     role = message.get("role")
     allowed = {"role", "content", *MORE_KEYS.get(str(role), ())}

@@ -104,6 +104,7 @@ async def check_engine(
 async def _check_closing(
     engine: RolloutEngine, make: Callable[[], RolloutEngine], prompts: Sequence[IntArray], max_new_tokens: int
 ) -> None:
+    """A closed engine refuses requests. Closing ends those in progress."""
     await engine.close()
     closed = await asyncio.gather(engine.generate(_request(prompts[0], 0, max_new_tokens)), return_exceptions=True)
     require(isinstance(closed[0], Exception), "generate raises once the engine is closed")
@@ -118,6 +119,7 @@ async def _check_closing(
 async def _check_completions(
     engine: RolloutEngine, prompts: Sequence[IntArray], eos: frozenset[int], max_new_tokens: int
 ) -> None:
+    """Completions have the declared form, and depend on their keys alone if the engine declares that."""
     requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
     requests += [_request(prompt, 0, 1) for prompt in prompts]
     requests += [_request(prompt, 0, max_new_tokens, temperature=0.0) for prompt in prompts]
@@ -265,6 +267,7 @@ async def _check_streaming(engine: StreamingEngine, prompts: Sequence[IntArray],
 
 
 async def _check_cancelling(engine: RolloutEngine, prompts: Sequence[IntArray], max_new_tokens: int) -> None:
+    """Cancelled requests end, and the others are not affected."""
     requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(8)]
     calls = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     await asyncio.sleep(0)
@@ -281,6 +284,7 @@ async def _check_cancelling(engine: RolloutEngine, prompts: Sequence[IntArray], 
 async def _check_loading(
     engine: RolloutEngine, prompts: Sequence[IntArray], weights: Callable[[], Weights], max_new_tokens: int
 ) -> None:
+    """A load waits for the completions in flight, and later requests wait for the load."""
     old, new = engine.version, engine.version + 3
     requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
     before = [asyncio.ensure_future(engine.generate(request)) for request in requests]
@@ -306,6 +310,7 @@ async def _check_loading(
 async def _check_updating(
     engine: RolloutEngine, prompts: Sequence[IntArray], weights: Callable[[], Weights], max_new_tokens: int
 ) -> None:
+    """Completions in flight continue with the new weights."""
     old, new, named = engine.version, engine.version + 1, list(weights())
     requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
     before = [asyncio.ensure_future(engine.generate(request)) for request in requests]

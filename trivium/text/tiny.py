@@ -177,6 +177,7 @@ def tiny_tokenizer(
 
 
 def _backend(alphabet: str, more: Sequence[str]) -> Tokenizer:
+    """A BPE without merges: each character, or byte, is a token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     by_byte, specials = alphabet == "bytes", _specials(alphabet)

@@ -203,6 +203,7 @@ class Experience:
     @property
     def first(self) -> int:
         """The position of the first completion's first token; the length if there is no completion."""
+        # The appended entry is the answer for an experience without a completion.
         return self.turns[0].start if self.turns else int(np.append(self.response_mask, True).argmax())
 
     def under(self, prompt: Prompt) -> Experience:
@@ -423,6 +424,7 @@ def reference_rewards(group: Group) -> tuple[float, ...]:
 def _joined_extra(turns: Sequence[Turn], length: int) -> dict[str, AnyArray]:
     """The turns' extra arrays for a sequence of `length` tokens. Each token has the value recorded first, or 0."""
     joined: dict[str, AnyArray] = {}
+    # Backwards, so that the value that was recorded first is written last.
     for turn in reversed(turns):
         stop = len(turn.prompt_tokens) + len(turn.tokens)
         for name, array in turn.extra.items():

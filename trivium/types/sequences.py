@@ -60,6 +60,7 @@ def forks_of(turns: Sequence[Turn]) -> list[Fork]:
 
 
 def _fork(turns: Sequence[Turn], number: int) -> Fork:
+    """Where and why the turn `number` leaves all earlier ones."""
     prompt = turns[number].prompt_tokens
     earlier = [np.concatenate([turn.prompt_tokens, turn.tokens]) for turn in turns[:number]]
     shared = [_num_equal(tokens, prompt) for tokens in earlier]

@@ -123,6 +123,8 @@ class Episodes(ABC):
             raise
 
     async def _episode(self, task: Task, policy: Policy, environment: Environment) -> dict[str, float] | None:
+        """Alternates policy and environment until the episode ends. Returns the sum of the rewards, None if there was
+        none."""
         first = await self._ask(f"{self._name}.reset", task, environment.reset, self.config.connect_deadline_s, task)
         observation = self._messages(first, task)
         conversation, rewards, done = observation, list[float](), False

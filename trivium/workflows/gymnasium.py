@@ -121,6 +121,7 @@ def action_of(space: Any) -> Callable[[str], Any]:
         return int(numbers[-1])
 
     def several(text: str) -> Any:
+        """As many numbers as the space has, in its shape and its bounds."""
         count = int(np.prod(space.shape))
         numbers = _numbers_of(text)
         if len(numbers) != count:

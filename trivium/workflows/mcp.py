@@ -172,6 +172,7 @@ class _Session:
                 raise _innermost(error) from error
 
     async def _hold(self) -> None:
+        """Opens the connection, and holds it until `close`."""
         from mcp import Client, StdioServerParameters
 
         server: Any = self._config.url

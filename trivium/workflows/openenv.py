@@ -143,6 +143,7 @@ class _Session:
         return await self._threads.run(partial(function, *arguments))
 
     async def _open(self) -> None:
+        """Connects anew. Raises _NotReady while a gateway starts the server."""
         from websockets.asyncio.client import connect
         from websockets.exceptions import InvalidStatus
 

@@ -56,6 +56,8 @@ class TeacherPrompts:
         return replace(batch, experiences=rows).with_columns(taught=taught)
 
     def _with_prompt(self, e: Experience, group: Group) -> Experience:
+        """The experience with the first prompt that can be filled and that leaves room for the completion. Unchanged
+        without one, or if a later turn rewrote the history."""
         member = next(trajectory for trajectory in group.trajectories if trajectory.index == e.index)
         *earlier, last = self._prompt(group.task)
         prompt_tokens = self.renderer.render([*earlier, last]).tokens

@@ -54,6 +54,7 @@ class Guarded:
         await self._app({**scope, "path": f"/{inner}", "raw_path": f"/{inner}".encode()}, receive, send)
 
     def _refused(self, scope: Scope) -> Response | None:
+        """The response to a request that is not passed on; None for any other."""
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
             return _plain(403, "open the page by the address that `trivium view` printed")
@@ -104,6 +105,7 @@ def _add_files(app: FastAPI, runs: Sequence[WatchedRun]) -> None:
     @app.get("/pages/{name}")
     def _(name: str) -> Response:
         kind = _TYPES.get("." + name.rpartition(".")[2])
+        # Only names of files that are there: a name with `..` leads nowhere.
         if name not in names or kind is None:
             return _plain(404, "no such file")
         return Response((_PAGES / name).read_bytes(), media_type=f"{kind}; charset=utf-8")

@@ -61,6 +61,7 @@ class TaskTable:
         return {"total": len(rows), "matching": len(matching), "first": first, "graded": graded, "rows": page}
 
     def _rows(self) -> tuple[list[dict[str, Any]], bool]:
+        """(the row of each task, whether rewards are graded)."""
         stages = self._run.config.stage_configs()
         with self._lock:  # one request reads the groups, concurrent ones wait
             results = [(self._result(place, stages[place.stage]), place) for place in self._run.groups.of_run()]
@@ -93,6 +94,7 @@ class TaskTable:
         return {("train", row["task"]): row for row in rows}
 
     def _result(self, place: Place, config: RunConfig) -> _Result:
+        """The result of a group, which is read once."""
         key, threshold = place.record, config.evaluation.threshold
         if key not in self._results:
             group = self._run.groups.group(place)

@@ -125,6 +125,7 @@ def chrome_trace(run_dir: Path) -> dict[str, Any]:
 
 
 def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    """Yields the events of `chrome_trace`: names of processes and threads, and spans."""
     first = min((span.start for span in spans), default=0.0)
     processes = {name: number for number, name in enumerate(sorted({span.process for span in spans}), 1)}
     for name, number in processes.items():

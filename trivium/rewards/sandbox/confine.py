@@ -36,6 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
+    """Reads the order, gives up all rights, reports the limits that are missing, and runs the code and its check."""
     channel, answer = int(sys.argv[1]), int(sys.argv[2])
     with os.fdopen(channel, "rb", closefd=False) as requests:
         order = json.loads(requests.read(int.from_bytes(requests.read(8), "big")))

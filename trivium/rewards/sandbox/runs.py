@@ -207,6 +207,7 @@ class Sandbox:
         return ran
 
     def _order(self, code: str, check: Check | None, folder: str) -> dict[str, Any]:
+        """What the process reads before it confines itself: its limits, its rights, the code and the check."""
         limits = self.limits
         return {
             "parent": os.getpid(),

@@ -131,6 +131,7 @@ def program(
 
 
 def _alternatives(conditions: Sequence[Condition]) -> list[bytes]:
+    """Allows a call if all arguments of one condition hold, and refuses it if no condition does."""
     instructions: list[bytes] = []
     for condition in conditions:
         checks = 3 * len(condition)

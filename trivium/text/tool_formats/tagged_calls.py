@@ -98,6 +98,7 @@ class Tagged(ToolFormat):
         return (None, at) if ended is None else (call_with(named["name"], values), ended.end())
 
     def _value(self, text: str, types: frozenset[str] | None) -> Any:
+        """The value of a text between tags, which may be of these `types`; None: the schema names none."""
         quoted = _literal(text)
         if quoted is not None and not self._is_plain(quoted, types):
             return quoted
