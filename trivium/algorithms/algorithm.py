@@ -246,7 +246,7 @@ class GroupAlgorithm:
             return batch, metrics
         policy_rows = np.flatnonzero(~batch.experts).tolist()
         judged = batch.select(policy_rows)
-        # A step may consist of expert tokens alone, whose entropy nobody measured.
+        # A step may consist of expert tokens alone, of which no engine measured the entropy.
         if self.entropy_controller is not None and judged.num_response_tokens:
             sampled = judged.flat("rollout_log_prob")[judged.flat("response_mask")]
             self.entropy_controller.update(-float(sampled.mean(dtype=np.float64)))

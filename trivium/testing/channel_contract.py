@@ -37,7 +37,7 @@ async def check_channel(
             copies = {name: tensor.clone() for name, tensor in tensors.items()}
             require(_same(await pair.deliver(version, copies), tensors), "collect yields what was offered, to the bit")
             for tensor in copies.values():
-                # As a trainer does, which goes on with its tensors.
+                # As a trainer does, which changes its tensors in the next step.
                 tensor.zero_()
         versions = pair.trainer.versions
         require(
