@@ -9,8 +9,7 @@ from typing import Any
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter of this name, or accepts any keyword."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return bool(accepted(function, {name: None}))
 
 
 def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,17 +26,18 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
             continue
         removed = text.startswith("~")
         try:
-            read = None if removed else value_of(value)
+            parsed = None if removed else value_of(value)
         except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, ValueError) as error:
             cause = str(getattr(error, "problem", None) or error).partition("\n")[0]
             problems.append(Problem(key, value, cause, "correct the value, or quote it: key='...'"))
             continue
-        if joined := _joined(read):
+        # YAML reads `{k:v}` as the key `k:v` without a value, where Hydra's own grammar reads a pair.
+        if joined := _joined(parsed):
             problems.append(Problem(key, value, f"{joined!r} has no value", "write a space after the colon"))
             continue
         try:
             if not removed:
-                omegaconf.OmegaConf.update(result, key, read, force_add=True)
+                omegaconf.OmegaConf.update(result, key, parsed)
                 continue
             above, _, last = key.rpartition(".")
             section = omegaconf.OmegaConf.select(result, above) if above else result
@@ -54,6 +55,7 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
 
 def value_of(text: str) -> Any:
     """Returns the value that a text stands for in YAML; an empty text is itself."""
+    # OmegaConf's YAML reads 1e-6 as a number; PyYAML, as YAML 1.1, reads it as text.
     omegaconf = imported_omegaconf("overrides (a.b=c)").OmegaConf
     return omegaconf.to_container(omegaconf.from_dotlist([f"value={text}"]))["value"] if text.strip() else ""
 

@@ -56,6 +56,7 @@ def plain(value: object) -> Any:
 
     Text of a container is as in `resolved`.
     """
+    # A container comes from code that imported OmegaConf: other configs are converted without the package.
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
         return plain(_resolved(omegaconf, value))
@@ -105,23 +106,24 @@ def resolved(config: Any) -> Any:
     """
     if not isinstance(config, dict) or not _has_reference(config):
         return config
-    asked = "references (${...}) in a config"
-    return _resolved(imported_omegaconf(asked), container_of(cast(dict[str, Any], config), asked))
+    purpose = "references (${...}) in a config"
+    return _resolved(imported_omegaconf(purpose), container_of(cast(dict[str, Any], config), purpose))
 
 
-def imported_omegaconf(asked: str) -> Any:
-    """Returns the module. Raises MissingPackage, which says what `asked` for it."""
+def imported_omegaconf(purpose: str) -> Any:
+    """Returns the module. Raises MissingPackage, which names the `purpose`."""
     try:
         import omegaconf
     except ModuleNotFoundError as error:
-        raise MissingPackage("omegaconf", "omegaconf", asked) from error
+        raise MissingPackage("omegaconf", "omegaconf", purpose) from error
     return omegaconf
 
 
-def container_of(config: Mapping[str, Any], asked: str) -> Any:
+def container_of(config: Mapping[str, Any], purpose: str) -> Any:
     """Returns a config as a container of OmegaConf. Raises ConfigError for `${` that begins no reference."""
-    omegaconf = imported_omegaconf(asked)
+    omegaconf = imported_omegaconf(purpose)
     try:
+        # A config may hold functions and classes, which OmegaConf refuses without the flag (UnsupportedValueType).
         return omegaconf.OmegaConf.create(plain(config), flags={"allow_objects": True})
     except omegaconf.errors.GrammarParseError as error:
         cause, do = str(error).partition("\n")[0], "write \\${ for text without a reference"
@@ -145,6 +147,7 @@ def _resolved(omegaconf: Any, value: Any) -> Any:
 
 def _entry(omegaconf: Any, container: Any, key: Any) -> Any:
     try:
+        # Reading an entry turns `\${` into `${`; it is escaped again, because the result may be read once more.
         return _resolved(omegaconf, escaped(container[key]))
     except (omegaconf.errors.OmegaConfBaseException, RecursionError):  # a missing value, or a reference to none
         return omegaconf.OmegaConf.to_container(container, resolve=False)[key]

@@ -91,6 +91,7 @@ class Scorer:
         grace_s = _START_S if workers else 0.0
         self._call = UserCall(function, Threads(1, "a scorer"), deadline_s, grace_s, label=label)
         self._at_once = workers or forks or (_WAITING if self._call.is_async else 1)
+        # `each` runs in a new event loop in every call, and a future of one loop cannot be awaited in another.
         self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, Turns]()
 
     def each(self, samples: Sequence[Scorable]) -> list[Result]:
@@ -125,6 +126,7 @@ class Scorer:
             return self._result(sample, await self._call(**sample.arguments))
 
     async def _all(self, samples: Sequence[Scorable]) -> list[Result]:
+        # One after the other: the first sample without a score raises before the next one is called.
         if self._at_once == 1:
             return [await self.one(sample) for sample in samples]
         return await gather_or_cancel(map(self.one, samples))
@@ -145,13 +147,13 @@ class Scorer:
             raise named
         return Result(float(self._on_error), {}, named)
 
-    def _error(self, asked: str, cause: Exception, *, raised: bool = True) -> RewardError:
+    def _error(self, wanted: str, cause: Exception, *, raised: bool = True) -> RewardError:
         """Returns the error for an exception that a function `raised`, or for a result that is not a number."""
         if isinstance(cause, TriviumError):
             problem = f"{cause.found} ({cause.asked})"
         else:
             problem = f"{type(cause).__name__}: {text_of(cause)}" if raised else str(cause)
-        error = RewardError(asked, problem, self._do)
+        error = RewardError(wanted, problem, self._do)
         error.__cause__ = cause
         return error
 
@@ -169,7 +171,9 @@ def _isolated(function: Callable[..., Any], deadline_s: float, workers: int) -> 
         options = {**function.keywords, **options}
         function = function.func
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    # The registry loads a user's file under such a name, by which another process cannot import it.
     where = str(inspect.getsourcefile(function)) if module.startswith("trivium_user_") else module
+    # A name that leads to another object (a decorated function, a method) would score with that one in the processes.
     if not name.isidentifier() or module in ("", "__main__") or resolve("rewards", f"{where}:{name}") is not function:
         raise ConfigError(
             "a scorer in processes of its own",

@@ -17,6 +17,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\}|(\w+))
 _ARGUMENTS = re.compile(r'"?\$(?:\{[@*][^}]*\}|[@*])"?')
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _SUM = re.compile(r"\ue002([^\ue002\ue003]*)\ue003")
+# Private code points of Unicode, which no script contains.
 _QUOTED, _DOLLAR, _ITEM = "\ue000", "\ue001", "\ue004"
 """Marks: before a `$` in double quotes, instead of a `$` that is not expanded, and after each item of an array."""
 _KEYWORDS = ("export", "local", "readonly", "then", "do", "else")
@@ -53,6 +54,7 @@ def _statements(text: str, path: Path) -> Iterator[list[str]]:
     """Yields the words of each command, without redirections. The words of an array end with `)`."""
     marked = _marked(_ARRAY.sub(r"${\1}", _ARGUMENTS.sub("", text)))
     lexer = shlex.shlex(marked, posix=True, punctuation_chars=";<>|&\n")
+    # shlex ends a word at any `#`, a shell only before a word: `_marked` has removed the comments.
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     statement: list[str] = []
     try:
@@ -136,9 +138,11 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 def _calculated(text: str) -> str:
     """Returns the value of arithmetic of whole numbers, or `OUTPUT` if it has other parts."""
+    # The bound and the refused `**` keep a short text from a number of millions of digits.
     if not re.fullmatch(r"[\d+*/()-]{1,80}", text) or "**" in text:
         return OUTPUT
     try:
+        # A shell divides whole numbers.
         return str(eval(re.sub(r"/+", "//", text), {"__builtins__": {}}))  # only digits and operators
     except (SyntaxError, ZeroDivisionError, TypeError):
         return OUTPUT

@@ -180,6 +180,8 @@ class Table:
         while above and above not in self.entries:
             above = above.rpartition(".")[0]
         entry = self.entries.get(above)
+        # A section without effect accepts any key, but may hold keys that have one: their misspelling must not pass as
+        # one of the others. 0.8 is stricter than for suggestions, because here it refuses.
         misspelt = above != key and above in self.sections and self._nearest(key, cutoff=0.8) not in (None, above)
         return None if misspelt or (isinstance(entry, Mapped | Moved) and above != key) else entry
 
@@ -249,21 +251,21 @@ class Table:
             yield key, value
 
     def _problems(self, key: str, value: object) -> Iterator[Problem]:
-        entry, shown = self.entry_of(key), f"{value!r:.80}"
+        entry, text = self.entry_of(key), f"{value!r:.80}"
         if entry is None and value is None and key in self.sections:
             return  # an empty section
         if entry is None:
             near = self._nearest(key)
             do = "leave it out" + (f", or write {near!r} if you mean that" if near else "")
-            yield Problem(key, shown, "no key of that name is translated", do)
+            yield Problem(key, text, "no key of that name is translated", do)
         elif not isinstance(entry, Ignored) and (reference := unresolved(value)):
-            yield Problem(key, shown, f"{reference} leads to no value", "set the key that it names, or write the value")
+            yield Problem(key, text, f"{reference} leads to no value", "set the key that it names, or write the value")
         elif isinstance(entry, Restricted) and not _is_supported(value, entry):
-            name = self.unsupported.get(str(value).lower().removesuffix("_async"))
-            found = f"{name} is not supported" if name else "this value is not supported"
-            yield Problem(key, shown, found, entry.instead)
+            name = self.unsupported.get(str(value).lower())
+            cause = f"{name} is not supported" if name else "this value is not supported"
+            yield Problem(key, text, cause, entry.instead)
         elif isinstance(entry, Mapped) and (wanted := _typed(value, entry)[1]):
-            yield Problem(key, shown, f"it must be {wanted}", "correct the value")
+            yield Problem(key, text, f"it must be {wanted}", "correct the value")
 
     def _nearest(self, key: str, cutoff: float = 0.75) -> str | None:
         """Returns the most probable intended key, or None.
@@ -273,7 +275,7 @@ class Table:
         parts = key.split(".")
         depth = next(n for n in range(len(parts) - 1, -1, -1) if not n or ".".join(parts[:n]) in self.sections)
         section, last = "".join(f"{part}." for part in parts[:depth]), parts[-1]
-        inside = [known.removeprefix(section) for known in self.entries if known.startswith(section)]
+        inside = [name.removeprefix(section) for name in self.entries if name.startswith(section)]
         children = {name.partition(".")[0] for name in inside}
         for child in difflib.get_close_matches(parts[depth], children, n=1, cutoff=cutoff):
             whole = ".".join([child, *parts[depth + 1 :]])
@@ -371,16 +373,17 @@ class Settings:
 
 def announce(notes: Iterable[str]) -> None:
     """Logs settings without effect. Each note is logged once per process."""
+    # A script may build several objects from one config, and each of them announces its notes.
     new = [note for note in dict.fromkeys(notes) if note not in _announced]
     _announced.update(new)
     if new:
         _log.warning("%d settings have no effect:\n  %s", len(new), "\n  ".join(new))
 
 
-def refuse(problems: Iterable[Problem], asked: str = "a config that can be translated") -> None:
+def refuse(problems: Iterable[Problem], wanted: str = "a config that can be translated") -> None:
     """Raises ConfigError with all problems, if any."""
     if listed := list(problems):
-        raise ConfigError(asked, f"{len(listed)} problem(s)", "fix them all at once:", listed)
+        raise ConfigError(wanted, f"{len(listed)} problem(s)", "fix them all at once:", listed)
 
 
 def _condition(key: str, value: object) -> str:
@@ -436,13 +439,13 @@ def _typed(value: Any, entry: Mapped) -> tuple[Any, str]:
         except ValueError:
             return value, _TYPES[kind]
     if kind is bool:
-        right = value in (True, False) if isinstance(value, int) else False
-        value = bool(value) if right else value
+        fits = value in (True, False) if isinstance(value, int) else False
+        value = bool(value) if fits else value
     elif kind is int:
-        right = isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
-        value = int(value) if right else value
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+        value = int(value) if fits else value
     elif kind is float:
-        right = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
     else:
-        right = isinstance(value, kind)
-    return value, "" if right else _TYPES[kind]
+        fits = isinstance(value, kind)
+    return value, "" if fits else _TYPES[kind]

@@ -102,7 +102,7 @@ def test_the_script_trains_on_supervised_text_and_continues(folder: Path) -> Non
     words = [*GRPO, *_supervised(folder)]
     trainer = lightrft_user.train(lightrft_user.arguments(words))
     assert trainer.pretrain_dataloader is not None
-    assert trainer.pretrain_dataloader.given == 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert trainer.pretrain_dataloader.consumed == 2  # pyright: ignore[reportAttributeAccessIssue]
     longer = [*words, "--num_episodes", "2", "--load_checkpoint"]
     assert lightrft_user.train(lightrft_user.arguments(longer)).engine.version == 4
 

@@ -481,7 +481,7 @@ def test_the_pretraining_loader_is_read_over_and_over(model: Path, args: Namespa
     trainer = make_trainer(model, args, ptx_coef=0.1)
     trainer.fit(args, loader(4), _supervised())  # a loader of one batch, and four steps
     assert trainer.pretrain_dataloader is not None
-    assert trainer.pretrain_dataloader.given == 4  # pyright: ignore[reportAttributeAccessIssue]
+    assert trainer.pretrain_dataloader.consumed == 4  # pyright: ignore[reportAttributeAccessIssue]
     with refused(DataError, "pixel values"):
         trainer.fit(args, loader(4), [(None, *_supervised()[0][1:3], torch.ones(2, 3), None)])
 

@@ -43,6 +43,7 @@ def section_of(values: Mapping[str, Any]) -> dict[str, Any]:
     }
     if values["has_reference"]:
         place = "loss" if values["use_kl_loss"] else "reward"
+        # The coefficient is the controller's, which changes during the run: the trainer multiplies by it in each step.
         section["kl"] = {"coef": 1.0, "place": place, "estimator": dict(KL_ESTIMATORS[values["kl_estimator"]])}
     if values["dynamic_sampling"]:
         section |= {"filters": ["zero_variance"], "refill": values["dynamic_sampling_refills"]}
@@ -86,25 +87,25 @@ def _shaping(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 def conflicts(values: Mapping[str, Any]) -> list[Problem]:
     """Returns a problem for each contradiction between arguments, and for each unknown name."""
     problems = [
-        Problem(name, repr(values[name]), "no such name", suggest(values[name], known))
-        for name, known in (
+        Problem(name, repr(values[name]), "no such name", suggest(values[name], choices))
+        for name, choices in (
             ("advantage_estimator", ESTIMATORS),
             ("kl_estimator", KL_ESTIMATORS),
             ("loss_agg_mode", CATALOGUE["aggregations"]),
         )
-        if values[name] not in known
+        if values[name] not in choices
     ]
     estimator, samples = values["advantage_estimator"], values["n_samples_per_prompt"]
     if estimator in _OF_GROUPS and samples < 2:
-        found = f"{estimator} compares the completions of a prompt"
-        problems.append(Problem("n_samples_per_prompt", str(samples), found, "set it to 2 or more"))
+        cause = f"{estimator} compares the completions of a prompt"
+        problems.append(Problem("n_samples_per_prompt", str(samples), cause, "set it to 2 or more"))
     if values["dynamic_sampling"] and samples < 2:
-        found = "a prompt has one completion, whose reward equals that of all others"
-        problems.append(Problem("dynamic_sampling", "on", found, "set n_samples_per_prompt to 2 or more"))
+        cause = "a prompt has one completion, whose reward equals that of all others"
+        problems.append(Problem("dynamic_sampling", "on", cause, "set n_samples_per_prompt to 2 or more"))
     if values["use_cpg_loss"] and values["use_gspo"]:
         problems.append(Problem("use_gspo", "a loss", "use_cpg_loss names another one", "leave one of the two out"))
     longest, buffer = values["max_new_tokens"], values["overlong_buffer_len"]
     if values["overlong_buffer"] and not 0 < buffer <= longest:
-        found = f"a completion has at most {longest} tokens (max_new_tokens)"
-        problems.append(Problem("overlong_buffer_len", str(buffer), found, "make it a part of them"))
+        cause = f"a completion has at most {longest} tokens (max_new_tokens)"
+        problems.append(Problem("overlong_buffer_len", str(buffer), cause, "make it a part of them"))
     return problems

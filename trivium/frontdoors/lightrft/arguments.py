@@ -124,46 +124,50 @@ def check_args(args: object) -> None:
 
 def check_values(args: object) -> None:
     """Raises a ConfigError that lists all attributes of `args` whose values are not supported."""
-    given = ((name, getattr(args, name, None), do) for name, do in _UNSUPPORTED.items())
-    refuse(Problem(name, repr(value), "this value is not supported", do) for name, value, do in given if value)
+    unsupported = ((name, getattr(args, name, None), do) for name, do in _UNSUPPORTED.items())
+    refuse(Problem(name, repr(value), "this value is not supported", do) for name, value, do in unsupported if value)
 
 
-def check_numbers(**given: float | None) -> None:
+def check_numbers(**numbers: float | None) -> None:
     """Raises a ConfigError that lists all numbers of the constructor that are out of range. None is always valid."""
     counts = ("micro_train_batch_size", "micro_rollout_batch_size", "max_epochs", "prompt_max_len")
     wrong = [
         name
-        for name, value in given.items()
+        for name, value in numbers.items()
+        # `not >=` also refuses NaN, which no comparison holds for.
         if value is not None and (not value >= int(name in counts) or (name == "ema_beta" and value > 1))
     ]
     if wrong:
-        values = ", ".join(f"{name} {given[name]}" for name in wrong)
+        values = ", ".join(f"{name} {numbers[name]}" for name in wrong)
         raise ConfigError(
             "counts of at least 1, ema_beta in [0, 1], other numbers of at least 0", values, "correct them"
         )
 
 
 def _is_cadence(value: Any) -> bool:
+    # -1: an evaluation once per episode, no checkpoint; the values are those of LightRFT's flags.
     return value == -1 or value >= 1
 
 
-def sorted_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def sorted_arguments(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (those of GENERATE, those of OPTIONAL, which override the attributes of `args`).
 
     Raises a ConfigError that lists all unknown keywords with suggestions.
     """
-    known = GENERATE | _AS_ARGS
-    unknown = sorted(set(given) - known - {*_WITHOUT_EFFECT})
+    known_names = GENERATE | _AS_ARGS
+    unknown = sorted(set(keywords) - known_names - {*_WITHOUT_EFFECT})
     if unknown:
-        problems = [Problem(name, "a keyword argument", "no such argument", suggest(name, known)) for name in unknown]
+        problems = [
+            Problem(name, "a keyword argument", "no such argument", suggest(name, known_names)) for name in unknown
+        ]
         raise ConfigError(
             "the keyword arguments of PPOTrainerVL",
             f"unknown: {', '.join(unknown)}",
             "correct them, or leave them out",
             problems,
         )
-    announce(f"{name}: no effect: {why}" for name, why in _WITHOUT_EFFECT.items() if given.get(name))
+    announce(f"{name}: no effect: {why}" for name, why in _WITHOUT_EFFECT.items() if keywords.get(name))
     sampling, overrides = (
-        {name: value for name, value in given.items() if name in names} for names in (GENERATE, _AS_ARGS)
+        {name: value for name, value in keywords.items() if name in names} for names in (GENERATE, _AS_ARGS)
     )
     return sampling, overrides

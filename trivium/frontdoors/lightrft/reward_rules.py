@@ -17,6 +17,7 @@ Rule = Callable[..., Any]
 """Returns a RuleScore. Its parameters may be `prompt`, `completion`, `query`, `reference` (also `answer`), `label`,
 `images` and `truncated`."""
 
+# The weights of LightRFT's geo3k_rule and gsm8k_rule.
 _ACCURACY, _FORMAT = 0.9, 0.1
 _VERDICTS = {
     "A": ("Image 1 is better", "Video 1 is better"),
@@ -97,4 +98,6 @@ def _number(text: str) -> float | None:
 
 def _thinks_before_box(completion: str) -> bool:
     thought, box = _THOUGHT.search(completion), completion.find("\\boxed{")
+    # In the completion alone: LightRFT searches the prompt too, whose instructions contain both marks, and gives every
+    # response the format's reward.
     return thought is not None and thought.end() <= box

@@ -39,7 +39,7 @@ def read(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     argument.
     """
     path = Path(words[0]).expanduser()
-    given = overridden({}, words[1:])
+    overrides = overridden({}, words[1:])
     if path.suffix in (".yaml", ".yml", ".json"):
         return overridden(read_yaml(path), words[1:]), ()
     if path.suffix != ".py":
@@ -51,7 +51,7 @@ def read(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise ConfigError(f"the script {path}", str(error), "name a Python script") from error
     script = _Script(_assigned(tree))
     calls = [(_name(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    trainer = str(given.get("trainer") or _trainer(calls, path)).lower().removesuffix("trainer")
+    trainer = str(overrides.get("trainer") or _trainer(calls, path)).lower().removesuffix("trainer")
     wanted = trainer.replace("_", "")
     for name, call in calls:
         if name.lower() == f"{wanted}config":
@@ -59,12 +59,13 @@ def read(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
         elif name.lower() == f"{wanted}trainer":
             script.read_trainer(call, name)
         elif name == "LoraConfig":
+            # A script that builds a LoraConfig trains an adapter, whatever TRL's own arguments are.
             script.config |= _PEFT
             script.read_call(call, name, "r", "lora_")
-    if not script.config and not given.keys() - {"trainer"}:
-        found = f"none of {trainer} is a literal: they come from the command line when it runs"
+    if not script.config and not overrides.keys() - {"trainer"}:
+        cause = f"none of {trainer} is a literal: they come from the command line when it runs"
         do = f"give them after the file (model_name_or_path=...), or the YAML of its --config with trainer={trainer}"
-        raise ConfigError(f"literal arguments in {path}", found, do)
+        raise ConfigError(f"literal arguments in {path}", cause, do)
     return overridden({"trainer": trainer, **script.config}, words[1:]), tuple(dict.fromkeys(script.notes))
 
 
@@ -96,6 +97,7 @@ def _assigned(tree: ast.Module) -> Mapping[str, list[ast.AST]]:
                 ast.Assign(targets=[ast.Name(id=name) as target], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name) as target, value=ast.expr() as value)
             ):
+                # `ast.walk` visits the target itself later, where it would count as a second binding.
                 values[name].append(value)
                 plain.append(target)
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if node not in plain:
@@ -150,6 +152,7 @@ class _Script:
                 self._computed(f"load_dataset({argument})", part)
         for step in self._chain(value):
             if isinstance(step, ast.Subscript):
+                # `load_dataset(...)["train"]` selects the split outside the call.
                 self._set("dataset_train_split", step.slice, where)
             elif isinstance(step, ast.Call) and step is not loads:
                 self.notes.append(f"{where}: {ast.unparse(step):.60} changes the rows, and is not read")
@@ -168,6 +171,7 @@ class _Script:
 
     def _set(self, key: str, value: ast.AST, where: str) -> None:
         """Sets a key to a literal, or to the literal that a name is bound to, once. Notes a computed value."""
+        # A name that is bound twice has no one value that can be read without running the script.
         bound = self.assigned.get(value.id, []) if isinstance(value, ast.Name) else []
         try:
             self.config[key] = ast.literal_eval(bound[0] if len(bound) == 1 else value)  # pyright: ignore[reportArgumentType]
@@ -179,14 +183,15 @@ class _Script:
 
     def _call_behind(self, value: ast.expr, function: str) -> ast.Call | None:
         """Returns the call of a function that a value comes from."""
-        calls = [each for each in self._chain(value) if isinstance(each, ast.Call)]
+        # The loop also visits what it appends; `not in chain` ends it at `x = f(x)`.
+        calls = [node for node in self._chain(value) if isinstance(node, ast.Call)]
         return next((call for call in calls if _name(call.func) == function), None)
 
     def _chain(self, value: ast.AST) -> list[ast.AST]:
         """Returns a value and what it comes from: the values of a name, the object of a method or an index."""
         chain = [value]
-        for each in chain:
-            match each:
+        for node in chain:
+            match node:
                 case ast.Name(id=name):
                     chain += [bound for bound in self.assigned.get(name, []) if bound not in chain]
                 case ast.Subscript(value=inner) | ast.Call(func=ast.Attribute(value=inner)) if inner not in chain:

@@ -256,10 +256,10 @@ def table(name: str) -> Table:
     if name in OF_ROWS:
         return Table({**_BASICS, **_ROWS, **OF_ROWS[name]})
     lr, length, temperature, top_p = _DEFAULTS_OF[name]
-    own = {
+    with_defaults = {
         "learning_rate": Mapped("train.optimizer.lr", default=lr),
         "max_completion_length": Mapped("engine.sampling.max_new_tokens", default=length),
         "temperature": Mapped("engine.sampling.temperature", default=temperature),
         "top_p": Mapped("engine.sampling.top_p", default=top_p),
     }
-    return Table({**_BASICS, **_ON_POLICY, **own, **TRAINERS[name]})
+    return Table({**_BASICS, **_ON_POLICY, **with_defaults, **TRAINERS[name]})

@@ -70,6 +70,7 @@ def translate(config: Mapping[str, Any]) -> Translation:
         notes.append("train.lora.targets: all linear layers; peft's choice depends on the model: name them to keep it")
     if name in OF_ROWS:
         mapping["buffer"] = {"kind": "files"}
+    # TRL's server is a process of its own on other GPUs, which a run cannot join.
     elif trl["vllm_mode"] == "server":
         notes.append("vllm_mode: the run starts vLLM; cluster: {kind: ray, engines: 1} gives it a GPU of its own")
     if name in ("grpo", "gmpo", "sdpo", "a2po"):
@@ -79,15 +80,15 @@ def translate(config: Mapping[str, Any]) -> Translation:
 
 def _monitors(trl: Settings, notes: list[str]) -> dict[str, Any]:
     """The section `monitors`, if report_to names any. Notes those that have no counterpart."""
-    given = trl["report_to"]
-    names = [name for name in (given if isinstance(given, list) else [given]) if name not in (None, "none")]
+    report_to = trl["report_to"]
+    names = [name for name in (report_to if isinstance(report_to, list) else [report_to]) if name not in (None, "none")]
     notes += [f"report_to: no monitor is named {name}" for name in names if name not in _MONITORS]
-    own = [
+    monitors = [
         {"kind": name} | ({"name": trl["run_name"]} if trl["run_name"] and name != "tensorboard" else {})
         for name in names
         if name in _MONITORS
     ]
-    return {"monitors": ["console", "jsonl", *own]} if own else {}
+    return {"monitors": ["console", "jsonl", *monitors]} if monitors else {}
 
 
 def _schedule(trl: Settings, name: str, mapping: dict[str, Any], problems: list[Problem], notes: list[str]) -> None:
@@ -124,25 +125,26 @@ def _generation(trl: Settings, name: str, size: int, problems: list[Problem]) ->
     device, accumulated = trl["per_device_train_batch_size"], trl["gradient_accumulation_steps"]
     if name in OF_ROWS:
         return device * accumulated * size, accumulated
-    batches, given = trl["steps_per_generation"], trl["generation_batch_size"]
-    shown = str(given)
-    if given and name in _SINGLE:  # these trainers count prompts
-        given *= size
-    if given and batches:
-        found = f"steps_per_generation ({batches}) is set as well, and sets the same"
-        problems.append(Problem("generation_batch_size", shown, found, "leave one of them out"))
-    elif given and given % device:
-        found = f"per_device_train_batch_size ({device}) does not divide the {given} completions"
-        problems.append(Problem("generation_batch_size", shown, found, "set a multiple of it"))
-    batches = batches or (given // device if given else accumulated)
+    batches, batch_size = trl["steps_per_generation"], trl["generation_batch_size"]
+    setting = str(batch_size)
+    if batch_size and name in _SINGLE:  # these trainers count prompts
+        batch_size *= size
+    if batch_size and batches:
+        cause = f"steps_per_generation ({batches}) is set as well, and sets the same"
+        problems.append(Problem("generation_batch_size", setting, cause, "leave one of them out"))
+    elif batch_size and batch_size % device:
+        cause = f"per_device_train_batch_size ({device}) does not divide the {batch_size} completions"
+        problems.append(Problem("generation_batch_size", setting, cause, "set a multiple of it"))
+    batches = batches or (batch_size // device if batch_size else accumulated)
     if batches % accumulated:
-        found = f"gradient_accumulation_steps ({accumulated}) does not divide the {batches} batches of a generation"
+        cause = f"gradient_accumulation_steps ({accumulated}) does not divide the {batches} batches of a generation"
         do = "generate for whole optimizer steps"
-        problems.append(Problem("generation_batch_size" if given else "steps_per_generation", f"{batches}", found, do))
+        key = "generation_batch_size" if batch_size else "steps_per_generation"
+        problems.append(Problem(key, f"{batches}", cause, do))
     completions = device * batches
     if completions % size:
-        found = f"it does not divide the {completions} completions of a generation"
-        problems.append(Problem("num_generations", f"{size}", found, "change it, or per_device_train_batch_size"))
+        cause = f"it does not divide the {completions} completions of a generation"
+        problems.append(Problem("num_generations", f"{size}", cause, "change it, or per_device_train_batch_size"))
     return completions, batches
 
 
@@ -167,8 +169,8 @@ def _sft(trl: Settings, name: str, problems: list[Problem], notes: list[str]) ->
 def _preferences(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
     if name != "dpo":
         return {"kind": "reward_model" if name == "reward" else name}
-    given = trl["loss_type"] or "sigmoid"
-    loss = str(given[0] if isinstance(given, list) and len(given) == 1 else given)
+    loss_type = trl["loss_type"] or "sigmoid"
+    loss = str(loss_type[0] if isinstance(loss_type, list) and len(loss_type) == 1 else loss_type)
     kinds = {"sigmoid": "dpo", "ipo": "ipo"}
     if loss not in kinds:
         problems.append(Problem("loss_type", loss, "no such loss is translated", f"use {' or '.join(kinds)}"))
@@ -207,24 +209,25 @@ def _grpo(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -
 
 def _policy_loss(trl: Settings, name: str, loss_type: str, problems: list[Problem]) -> dict[str, Any]:
     level = str(trl["importance_sampling_level"])
-    own = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}
+    by_loss_type = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}
     by_level = {"token": "ppo", "sequence": "gspo" if loss_type == "luspo" else "gspo_sequence"}
-    if loss_type not in (*own, "grpo", "bnpo", "dapo", "dr_grpo", "luspo"):
+    if loss_type not in (*by_loss_type, "grpo", "bnpo", "dapo", "dr_grpo", "luspo"):
         problems.append(Problem("loss_type", repr(loss_type), "no such loss is translated", "use dapo"))
     if level not in by_level:
         do = suggest(level, by_level)
         problems.append(Problem("importance_sampling_level", repr(level), "no such level", do))
     elif level == "sequence" and name != "gmpo" and loss_type in ("cispo", "sapo"):
-        found = f"the loss {loss_type} has the ratios of tokens here"
-        problems.append(Problem("importance_sampling_level", repr(level), found, "set it to token"))
-    kind = "gmpo" if name == "gmpo" else own.get(loss_type, by_level.get(level, "ppo"))
+        cause = f"the loss {loss_type} has the ratios of tokens here"
+        problems.append(Problem("importance_sampling_level", repr(level), cause, "set it to token"))
+    kind = "gmpo" if name == "gmpo" else by_loss_type.get(loss_type, by_level.get(level, "ppo"))
     low, high = trl["epsilon"], trl["epsilon_high"]
     if kind == "cispo":
         bound = low if high is None else high
         if bound < 1:
             unset = "; unset, TRL takes epsilon" if high is None else ""
-            found = f"it bounds the weight itself, which is 1 for the current policy{unset}"
-            problems.append(Problem("epsilon_high", f"{bound:g}", found, "set it to the largest weight, such as 5.0"))
+            cause = f"it bounds the weight itself, which is 1 for the current policy{unset}"
+            problems.append(Problem("epsilon_high", f"{bound:g}", cause, "set it to the largest weight, such as 5.0"))
+        # TRL's epsilon_high of CISPO is the largest weight, clip_high what it may exceed 1 by.
         return {"kind": kind, "clip_high": bound - 1}
     if kind in ("sapo", "vespo"):
         return {"kind": kind, **_options(trl, kind)}
@@ -236,8 +239,8 @@ def _kl_estimator(trl: Settings, name: str, problems: list[Problem]) -> dict[str
     if name != "grpo" or not trl["use_bias_correction_kl"]:
         return {"kind": "k3", "cap": None}
     if trl["importance_sampling_level"] == "sequence":
-        found = "it weights the KL with the ratio of the whole sequence, here of each token"
-        problems.append(Problem("use_bias_correction_kl", "true (TRL's default)", found, "set it to false"))
+        cause = "it weights the KL with the ratio of the whole sequence, here of each token"
+        problems.append(Problem("use_bias_correction_kl", "true (TRL's default)", cause, "set it to false"))
     return {"kind": "corrected_k3", "bound": None}
 
 
@@ -250,6 +253,7 @@ def _options(trl: Settings, kind: str) -> dict[str, float]:
 
 def _advantage(trl: Settings, problems: list[Problem]) -> dict[str, Any]:
     way, scale = trl["multi_objective_aggregation"], trl["scale_rewards"]
+    # TRL also takes booleans, which this key had before it had names.
     scale = {"None": "group", "True": "group", "False": "none"}.get(str(scale), str(scale))
     ways = ("sum_then_normalize", "normalize_then_sum")
     options: dict[str, dict[str, Any]] = {
@@ -257,9 +261,9 @@ def _advantage(trl: Settings, problems: list[Problem]) -> dict[str, Any]:
         "batch": {"std_level": "batch", "epsilon": _STD_EPSILON},
         "none": {"norm_by_std": False},
     }
-    for key, value, known in (("multi_objective_aggregation", way, ways), ("scale_rewards", scale, options)):
-        if value not in known:
-            problems.append(Problem(key, repr(value), "no such value", suggest(value, known)))
+    for key, value, choices in (("multi_objective_aggregation", way, ways), ("scale_rewards", scale, options)):
+        if value not in choices:
+            problems.append(Problem(key, repr(value), "no such value", suggest(value, choices)))
     if way == "normalize_then_sum":
         return {"kind": "gdpo", "epsilon": _STD_EPSILON}
     return {"kind": "grpo", **options.get(scale, {})}
@@ -297,10 +301,11 @@ def _sdpo(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -
     feedback = trl["feedback_template"].replace("{feedback_raw}", "{feedback}")
     succeeds, answers = trl["use_successful_as_teacher"], trl["include_environment_feedback"]
     both = succeeds and answers and not trl["environment_feedback_only_without_solution"]
+    # The teacher reads the first context whose fields a rollout has, so the richest one comes first.
     parts = [(solution, feedback)] * both + [(solution, "")] * succeeds + [("", feedback)] * answers
     if not parts:
-        found, do = "the teacher would read what the policy reads", "set use_successful_as_teacher"
-        problems.append(Problem("use_successful_as_teacher", "false", found, do))
+        cause, do = "the teacher would read what the policy reads", "set use_successful_as_teacher"
+        problems.append(Problem("use_successful_as_teacher", "false", cause, do))
     frame = trl["reprompt_template"]
     context = [frame.replace("{solution}", first).replace("{feedback}", second) for first, second in parts]
     weight = trl["distillation_weight"]
@@ -325,8 +330,8 @@ def _sdft(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -
 def _iw_opd(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
     del notes
     if trl["distillation_objective"] != "iw_opd":
-        found, do = "only iw_opd is translated", "use trainer=gold for a divergence over tokens"
-        problems.append(Problem("distillation_objective", repr(trl["distillation_objective"]), found, do))
+        cause, do = "only iw_opd is translated", "use trainer=gold for a divergence over tokens"
+        problems.append(Problem("distillation_objective", repr(trl["distillation_objective"]), cause, do))
     advantage = {"kind": "on_policy_distill", "prefix_gamma": trl["iw_opd_gamma"]}
     return {"kind": name, "advantage": advantage, "teacher": _named(trl, problems)}
 
@@ -336,11 +341,11 @@ def _gold(trl: Settings, name: str, problems: list[Problem], notes: list[str]) -
     if trl["beta"] not in _DIRECTIONS:
         problems.append(Problem("beta", repr(trl["beta"]), "no such divergence", "use 0.0, 0.5 or 1.0"))
     if trl["lmbda"] != 1 or not trl.has("lmbda"):
-        found, do = "the policy samples every completion here", "set lmbda: 1.0"
-        problems.append(Problem("lmbda", "completions of the data set, too (0.5 by default)", found, do))
+        cause, do = "the policy samples every completion here", "set lmbda: 1.0"
+        problems.append(Problem("lmbda", "completions of the data set, too (0.5 by default)", cause, do))
     if trl["top_p"] < 1 or trl["top_k"]:
-        found = "tokens that sampling leaves out have no log-probability"
-        problems.append(Problem("top_p", f"{trl['top_p']:g}", found, "set top_p: 1.0 and top_k: 0"))
+        cause = "tokens that sampling leaves out have no log-probability"
+        problems.append(Problem("top_p", f"{trl['top_p']:g}", cause, "set top_p: 1.0 and top_k: 0"))
     notes.append("the divergence: over the teacher's top_k tokens and a bucket for the rest; TRL sums over all tokens")
     loss = {"kind": "distill_top_k", "direction": _DIRECTIONS.get(trl["beta"], "jsd")}
     return {"kind": "distill_top_k", "policy_loss": loss, "teacher": _named(trl, problems)}

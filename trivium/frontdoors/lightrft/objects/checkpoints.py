@@ -73,6 +73,8 @@ def save(
 
     def conclude() -> None:
         (staging / _STATE).write_text(json.dumps(state, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        # The new checkpoint is complete before an old one goes. LightRFT deletes first: with max_ckpt_num 1, a crash
+        # while it saves leaves none.
         commit(staging, final, step)
         CheckpointStore(directory, keep=keep).prune()
 
@@ -84,7 +86,7 @@ def refuse_newer(directory: Path, step: int, *, ranks: Ranks) -> None:
     the new checkpoints instead of those. All ranks must call it."""
 
     def check() -> None:
-        newer = [each for each in CheckpointStore(directory).steps() if each > step]
+        newer = [saved for saved in CheckpointStore(directory).steps() if saved > step]
         if newer:
             raise RunDirError(
                 f"save checkpoints behind step {step} in {directory}",
@@ -141,6 +143,7 @@ def save_model(
         new = {path.name for path in staging.iterdir()}
         for path in sorted(staging.iterdir()):
             os.replace(path, directory / path.name)
+        # transformers prefers model.safetensors to an index of shards, so a file of the model before would win.
         for stale in directory.glob("model*.safetensors*"):
             if stale.name not in new:
                 stale.unlink()
@@ -158,7 +161,8 @@ def ranks_agree(ranks: Ranks, act: Callable[[], T]) -> T:
         except Exception as error:
             if ranks.size == 1:
                 raise
-            result[1] = error
+            # Before the error is raised: the other ranks wait for this broadcast. It carries text, because not every
+            # exception can be pickled.
             torch.distributed.broadcast_object_list([None, f"{type(error).__name__}: {error}"], src=0)
             raise
     if ranks.size > 1:

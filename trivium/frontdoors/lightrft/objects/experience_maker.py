@@ -51,15 +51,17 @@ class ExperienceMaker:
         A prompt is sampled with the same random numbers in every evaluation, independent of training.
         """
         self.rollouts().adopt(version)
+        # Every rank numbers its prompts from 0, so the rank is a part of their address.
         purpose, groups = f"eval-{self.ranks.data_rank}", list[Group]()
         with torch.random.fork_rng(devices=[]):  # a loader may draw from the global generator
             for loaded in loader:
                 groups += self.generate(
                     loaded, len(groups), purpose=purpose, version=version, samples=samples, sampling=sampling
                 )
-        members = [member for group in groups for member in group.alive]
         rows = [
-            (each.reward, *(each.metrics.get(name, 0.0) for name in _PARTS), float(each.num_tokens)) for each in members
+            (member.reward, *(member.metrics.get(name, 0.0) for name in _PARTS), float(member.num_tokens))
+            for group in groups
+            for member in group.alive
         ]
         everyone = [row for part in self.ranks.all_gather(rows) for row in part]
         names = ("reward", *_PARTS, "response_length")
@@ -71,7 +73,7 @@ class ExperienceMaker:
         living = [(row, member) for row, group in enumerate(groups) for member in group.alive]
         samples = [self._sample(batch, row, member) for row, member in living]
         scored = self.scorer.score(samples)
-        given = {
+        rewarded = {
             (row, member.index): replace(
                 member,
                 rewards={"reward": float(scored.rewards[number])},
@@ -80,7 +82,7 @@ class ExperienceMaker:
             for number, (row, member) in enumerate(living)
         }
         return [
-            replace(group, trajectories=tuple(given.get((row, member.index), member) for member in group.trajectories))
+            replace(group, trajectories=tuple(rewarded.get((row, t.index), t) for t in group.trajectories))
             for row, group in enumerate(groups)
         ]
 
@@ -102,21 +104,22 @@ class ExperienceMaker:
 
     def experiences(self, batch: Batch, groups: Sequence[Group], size: int) -> list[ExperienceVL]:
         """Converts the batch of these groups, with its columns, to experiences of `size` sequences each."""
+        # A rank without experiences was given a row so that it takes part in every update.
         batch = batch.select([row for row, e in enumerate(batch.experiences) if e.group_id != BLANK])
         images = self.rollouts().images if any(e.media for e in batch.experiences) else None
         columns = {group.group_id: group.task.columns for group in groups}
         metrics = {(group.group_id, member.index): member.metrics for group in groups for member in group.alive}
-        names = dict.fromkeys(name for each in metrics.values() for name in each)
-        made: list[ExperienceVL] = []
+        names = dict.fromkeys(name for numbers in metrics.values() for name in numbers)
+        experiences: list[ExperienceVL] = []
         for start in range(0, len(batch), size):
             rows = range(start, min(start + size, len(batch)))
             experience = ExperienceVL.from_batch(batch.select(rows), processor=images)
-            shown = [(e.group_id, e.index) for e in (batch.experiences[row] for row in rows)]
+            members = [(e.group_id, e.index) for e in (batch.experiences[row] for row in rows)]
             experience.info["reward_metrics"] = {
-                name: torch.tensor([metrics[each].get(name, 0.0) for each in shown], dtype=torch.float64)
+                name: torch.tensor([metrics[member].get(name, 0.0) for member in members], dtype=torch.float64)
                 for name in names
             }
-            experience.labels = [columns[group].get("label") for group, _ in shown]
-            experience.references = [columns[group].get("reference") for group, _ in shown]
-            made.append(experience)
-        return made
+            experience.labels = [columns[group].get("label") for group, _ in members]
+            experience.references = [columns[group].get("reference") for group, _ in members]
+            experiences.append(experience)
+        return experiences

@@ -16,6 +16,7 @@ from trivium.types import IMAGE, Media, Message, Prompt, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# LightRFT's data sets apply the chat template, so the template of the model would be applied twice.
 _TEXT = "{{ messages[0].content }}"
 _PARTS = (
     "{% for part in messages[0].content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
@@ -59,6 +60,7 @@ def task_of(batch: PromptBatch, row: int, name: str, images: Images | None) -> T
     """Converts a prompt of the batch to a task with this name."""
     text, where = str(batch.prompts[row]), f"image of prompt {name}"
     media = tuple(_image(image, where) for image in _listed(batch.images[row]))
+    # The data set writes the model's own token for an image; tasks have one marker for all models.
     if media and images is not None:
         text = text.replace(images.token, IMAGE)
     columns = {"reference": batch.references[row], "label": batch.labels[row], "prompt": str(batch.prompts[row])}

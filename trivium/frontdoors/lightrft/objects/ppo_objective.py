@@ -26,6 +26,7 @@ from trivium.frontdoors.tables import refuse
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.types import AnyArray, Batch
 
+# LightRFT's trainer clamps at 10, whatever its arguments.
 ADVANTAGE_BOUND = 10.0
 """The bound on the absolute advantages in the policy update."""
 
@@ -59,7 +60,7 @@ def algorithm_of(args: object, settings: Settings) -> GroupAlgorithm:
         reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError("the objective that the arguments describe", reasons, "correct them") from error
     algorithm = policy_gradient(config, int(option(args, "seed")))
-    policy = next(each for each in algorithm.objectives if isinstance(each, PolicyObjective))
+    policy = next(objective for objective in algorithm.objectives if isinstance(objective, PolicyObjective))
     critic = ValueObjective(settings.value_clip, config.aggregate)
     objectives = (critic, policy) if settings.has_critic else (policy,)
     return replace(
@@ -82,6 +83,7 @@ def _values(args: object, settings: Settings) -> dict[str, Any]:
     return {
         **{name: option(args, name) for name in _OF_THE_ALGORITHM},
         "advantage_estimator": str(estimator),
+        # `fit` requires it, the constructor does not: 2 is accepted by the estimators of groups.
         "n_samples_per_prompt": int(getattr(args, "n_samples_per_prompt", 2)),
         "has_reference": settings.has_reference,
         "eps_clip": settings.eps_clip,
@@ -104,7 +106,7 @@ def policy_objective(algorithm: GroupAlgorithm, kl_coef: float, *, masked: bool)
 
     With `masked`, the policy loss covers the tokens of an entropy mask (the columns of `with_mask`).
     """
-    objective = next(each for each in algorithm.objectives if isinstance(each, PolicyObjective))
+    objective = next(objective for objective in algorithm.objectives if isinstance(objective, PolicyObjective))
     if objective.kl is not None:
         objective = replace(objective, kl=Term(kl_coef, objective.kl.function, objective.kl.metadata))
     if masked:
@@ -114,7 +116,7 @@ def policy_objective(algorithm: GroupAlgorithm, kl_coef: float, *, masked: bool)
 
 def critic_objective(algorithm: GroupAlgorithm) -> ValueObjective:
     """Returns the critic's objective."""
-    return next(each for each in algorithm.objectives if isinstance(each, ValueObjective))
+    return next(objective for objective in algorithm.objectives if isinstance(objective, ValueObjective))
 
 
 def _highest_entropies(ratio: float) -> TokenWeight:
@@ -168,12 +170,13 @@ class WithPretraining(PolicyObjective):
         """Returns this micro-batch's part of both losses. Each metric is a mean over the tokens of its loss."""
         assert inputs.log_prob is not None
         mask = inputs.response_mask.bool()
-        given = mask & (inputs.policy_version < 0)
+        supervised = mask & (inputs.policy_version < 0)
         sampled, expert = denominators.sampled, denominators.expert
-        own = replace(sampled, expert_tokens=0, expert_sequences=0)
-        outputs = super().loss(replace(inputs, response_mask=mask & ~given), own)
+        of_rollouts = replace(sampled, expert_tokens=0, expert_sequences=0)
+        outputs = super().loss(replace(inputs, response_mask=mask & ~supervised), of_rollouts)
         counts = Counts(max(expert.tokens, 1), max(expert.sequences, 1), 1.0)
-        imitation = token_mean(-inputs.log_prob, given, counts) * denominators.dp_size
+        imitation = token_mean(-inputs.log_prob, supervised, counts) * denominators.dp_size
+        # The learner divides sums by the tokens of both losses.
         scale = denominators.tokens / max(sampled.tokens, 1)
         sums = {key: value * scale for key, value in outputs.sums.items()}
         sums["train/ptx_loss"] = imitation.detach() * denominators.tokens

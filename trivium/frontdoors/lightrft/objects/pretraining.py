@@ -17,13 +17,13 @@ from trivium.types import EXPERT_VERSION, Batch, Experience, Media
 
 
 class PretrainingBatches:
-    """An endless iterator over a loader. `given` counts its batches."""
+    """An endless iterator over a loader. `consumed` counts its batches."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, given: int = 0) -> None:
-        """Skips the first `given` batches."""
-        self._loader, self._seed, self.given = loader, seed, 0
+    def __init__(self, loader: DataLoader[Any], seed: int, consumed: int = 0) -> None:
+        """Skips the first `consumed` batches."""
+        self._loader, self._seed, self.consumed = loader, seed, 0
         self._batches = self._endless()
-        while self.given < given:
+        while self.consumed < consumed:
             next(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -31,7 +31,7 @@ class PretrainingBatches:
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self.given += 1
+        self.consumed += 1
         return batch
 
     def _endless(self) -> Iterator[Any]:
@@ -58,18 +58,19 @@ def supervised_batch(loaded: Any, vision: Vision | None) -> Batch:
             f"a {type(loaded).__name__}",
             "collate it so",
         )
-    tokens, attention = (each.reshape(-1, each.shape[-1]).cpu().numpy() for each in loaded[1:3])
+    tokens, attention = (tensor.reshape(-1, tensor.shape[-1]).cpu().numpy() for tensor in loaded[1:3])
     rows = [ids[on.astype(bool)] for ids, on in zip(tokens, attention, strict=True)]
     media: list[tuple[Media, ...]] = [()] * len(rows)
-    pixels, grids = (each if isinstance(each, torch.Tensor) else None for each in (*loaded[3:5], None, None)[:2])
+    pixels, grids = (entry if isinstance(entry, torch.Tensor) else None for entry in (*loaded[3:5], None, None)[:2])
     if pixels is not None and pixels.numel():
         if vision is None:
             raise DataError("a batch of pretraining text", "pixel values", "leave them out: the model reads text only")
         media = media_of_rows(vision, rows, pieces_of(pixels.cpu(), None if grids is None else grids.cpu(), {}))
-    return Batch(tuple(_row(ids, shown, number) for number, (ids, shown) in enumerate(zip(rows, media, strict=True))))
+    return Batch(tuple(_row(ids, images, number) for number, (ids, images) in enumerate(zip(rows, media, strict=True))))
 
 
 def _row(tokens: Any, media: tuple[Media, ...], number: int) -> Experience:
+    # Nothing precedes the first token that could predict it.
     mask = np.arange(len(tokens)) > 0
     for image in media:
         mask[slice(*(image.span or (0, 0)))] = False

@@ -63,6 +63,7 @@ class PromptOrder:
             for refill in range(refills + 1):
                 groups += generate(loaded, self.consumed + self._ranks.data_rank * self._share)
                 self.consumed += self._batch
+                # All ranks take another batch if one lacks groups, because sampling gathers the weights of all.
                 lacking = self._ranks.all_reduce_max(self._share - len(groups)) > 0
                 following = next(batches, None) if lacking and refill < refills else None
                 if following is None:
@@ -73,10 +74,10 @@ class PromptOrder:
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
         """Yields (pass, batch of the loader) from the current position."""
-        first, done = divmod(self.consumed // self._batch, self.per_episode)
+        first, position = divmod(self.consumed // self._batch, self.per_episode)
         seed = int(option(self._args, "seed"))
         for episode in range(first, self._args.num_episodes):
-            consumed = done * self._batch if episode == first else 0
+            consumed = position * self._batch if episode == first else 0
             for loaded in in_order(self._loader, seed, "prompts", episode, consumed=consumed, batch_size=self._batch):
                 yield episode, loaded
 
@@ -100,12 +101,13 @@ def in_order(
     sampler = getattr(loader, "sampler", None)
     if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
         set_epoch(number)
-    own = stream(seed, purpose, number) % 2**63
+    pass_seed = stream(seed, purpose, number) % 2**63
+    # The state of a generator depends on what was drawn before, and a resumed run did not draw it.
     for generator in (getattr(loader, "generator", None), getattr(sampler, "generator", None)):
         if isinstance(generator, torch.Generator):
-            generator.manual_seed(own)
+            generator.manual_seed(pass_seed)
     with torch.random.fork_rng(devices=[]):  # a sampler draws its seed with its first batch
-        torch.manual_seed(own)
+        torch.manual_seed(pass_seed)
         batches = iter(loader)
         first = list(islice(batches, 1))
     yield from islice(chain(first, batches), consumed // batch_size, None)

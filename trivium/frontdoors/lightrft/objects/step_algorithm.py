@@ -67,21 +67,23 @@ class StepAlgorithm:
 
         A rank without experiences gets a row without trained tokens, because all ranks take part in every update.
         """
+        # The estimator normalises over the rollout of all ranks. LightRFT's is local to a rank, so its advantages
+        # depend on their number.
         everyone = self.ranks.all_gather(_light(batch))
         whole, metrics = self.core.advantages(joined(everyone) or batch)
         first = sum(map(len, everyone[: self.ranks.data_rank]))
-        mine = whole.select(range(first, first + len(batch)))
-        if not len(mine):
+        share = whole.select(range(first, first + len(batch)))
+        if not len(share):
             (blank,) = blank_experience().to_batch().experiences
             return Batch((replace(blank, group_id=BLANK),)), metrics
-        seen = (
-            replace(e, media=own.media, extra=own.extra)
-            for e, own in zip(mine.experiences, batch.experiences, strict=True)
+        experiences = (
+            replace(e, media=local.media, extra=local.extra)
+            for e, local in zip(share.experiences, batch.experiences, strict=True)
         )
-        done = replace(mine, experiences=tuple(seen), metrics={})
-        if "ref_log_prob" in done.columns:
-            done = done.with_columns(kl=approximate_kl(self.core, done))
-        return done, metrics
+        share = replace(share, experiences=tuple(experiences), metrics={})
+        if "ref_log_prob" in share.columns:
+            share = share.with_columns(kl=approximate_kl(self.core, share))
+        return share, metrics
 
     def state(self) -> dict[str, Any]:
         return self.core.state()

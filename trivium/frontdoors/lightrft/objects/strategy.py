@@ -126,6 +126,7 @@ class Strategy:
         if isinstance(data, Mapping):
             return {name: self.all_reduce(value, op) for name, value in cast("Mapping[str, Any]", data).items()}
         tensor = data.detach() if isinstance(data, Tensor) else torch.tensor(data, dtype=torch.float64)
+        # A copy, because `dist.all_reduce` writes into its argument.
         number = tensor.to(self.ranks.device, copy=True)
         if op == "mean" and not number.is_floating_point():
             number = number.float()
@@ -158,7 +159,7 @@ class Strategy:
         itself, several as a list. None stays None.
         """
         del is_rlhf
-        prepared = [self._prepared(each) for each in models_or_tuples]
+        prepared = [self._prepared(entry) for entry in models_or_tuples]
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepared(self, entry: Any) -> Any:
@@ -168,7 +169,7 @@ class Strategy:
                 return entry
             return (self.prepare_model(model, is_training=True, optimizer=optimizer), optimizer, *more)
         if isinstance(entry, list):
-            return [self._prepared(each) for each in cast("list[Any]", entry)]
+            return [self._prepared(model) for model in cast("list[Any]", entry)]
         return self.prepare_model(entry)
 
     def prepare_model(
@@ -183,6 +184,7 @@ class Strategy:
         An existing `optimizer` gets the sharded parameters. A model that is neither ActorVL nor CriticVL (a reward
         model) moves to the device unsharded.
         """
+        # -1 is LightRFT's name for all ranks.
         if shard_size not in (None, -1, self.world_size) and self.world_size > 1:
             announce([f"shard_size={shard_size} of prepare_model: a model is sharded over all ranks"])
         if not isinstance(model, Wrapped):
@@ -193,12 +195,13 @@ class Strategy:
         if not is_training and optimizer is None:
             model.requires_grad_(False)
         elif not has_adapter(model.model) and any(original(layer) is not None for layer in model.model.modules()):
-            found = "weights in 4 bits are frozen, and it has no adapter"
-            raise ConfigError(f"train a {type(model).__name__} with load_in_4bit", found, "set lora_rank")
+            cause = "weights in 4 bits are frozen, and it has no adapter"
+            raise ConfigError(f"train a {type(model).__name__} with load_in_4bit", cause, "set lora_rank")
         core = core_of(model)
         if self.world_size > 1:
+            # FSDP replaces the parameters, and the user's optimizer holds the ones of before.
             before = dict(core.named_parameters())
-            replaced = {id(parameter) for each in self._replaced if (parameter := each()) is not None}
+            replaced = {id(parameter) for reference in self._replaced if (parameter := reference()) is not None}
             if not replaced.isdisjoint(map(id, before.values())):
                 raise ConfigError(
                     f"a {type(model).__name__} that shares its trunk, on {self.world_size} ranks",

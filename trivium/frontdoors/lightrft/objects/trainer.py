@@ -203,6 +203,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         self.freezing_actor_steps = int(option(self.args, "freezing_actor_steps"))
         ratio = option(self.args, "high_entropy_token_ratio") or self.actor.high_entropy_token_ratio
         self.high_entropy_token_ratio = float(ratio)
+        # `fit` reads its `args` again; the running moments of rewards continue.
         previous = self.algorithm.state() if hasattr(self, "algorithm") else {}
         self.algorithm: GroupAlgorithm = algorithm_of(
             self.args,
@@ -273,6 +274,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             args, prompts_dataloader, self.strategy.ranks, self.max_epochs, num_update_steps_per_episodes
         )
         self._continue(args, consumed_samples, order)
+        # LightRFT evaluates once per episode by this value.
         if args.eval_steps == -1:
             args.eval_steps = order.per_evaluation
         seed = int(option(args, "seed"))
@@ -361,6 +363,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         self._state = dict(states)
         if "algorithm" in states:
             self.algorithm.restore(states["algorithm"])
+        # A run that is resumed with another init_kl_coef starts from that one, not from what the controller had
+        # reached.
         if isinstance(self.kl_ctl, AdaptiveKLController) and states.get("kl_initial") == self.kl_ctl.initial:
             self.kl_ctl.value = float(states["kl_coef"])
         order.move_to(consumed_samples, states.get("global_step"))
@@ -376,7 +380,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             "kl_coef": self.kl_ctl.value,
             "kl_initial": getattr(self.kl_ctl, "initial", self.kl_ctl.value),
             "algorithm": self.algorithm.state(),
-            "pretraining": getattr(self.pretrain_dataloader, "given", 0),
+            "pretraining": getattr(self.pretrain_dataloader, "consumed", 0),
         }
 
     # ------------------------------------------------------------------ updates
@@ -431,6 +435,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         batch = bounded(columns_of(experience, learner, objective.needs - {"counted", "token_weight"}))
         if entropy_mask is not None:
             batch = narrowed(batch, experience, entropy_mask)
+        # As in LightRFT, the loader switches the loss on, not a coefficient above 0.
         if self.pretrain_dataloader is not None:
             objective = WithPretraining(**vars(objective), coef=self.ptx_coef)
             batch = joined(batch, supervised_batch(next(self.pretrain_dataloader), learner.model.backbone.vision))
@@ -440,6 +445,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta)
         status = {**rollout_status(experience), **renamed(metrics, ACTOR_NAMES)}
         if "policy_loss" not in status and "actor_loss" in status:
+            # An objective of one loss reports no terms.
             status["policy_loss"] = status["actor_loss"] - self.ptx_coef * status.get("ptx_loss", 0.0)
         return status | ({"kl": status["kl_loss"]} if "kl_loss" in status else {})
 
@@ -488,8 +494,8 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         A checkpoint is the folder `step-00000N` of `args.ckpt_path`. `save_hf_ckpt` adds `global_step{N}_hf`.
         """
         if step_bar is not None and hasattr(step_bar, "set_postfix"):
-            shown = ("reward", "policy_loss", "kl", "response_length")
-            step_bar.set_postfix({name: round(logs_dict[name], 4) for name in shown if name in logs_dict})
+            names = ("reward", "policy_loss", "kl", "response_length")
+            step_bar.set_postfix({name: round(logs_dict[name], 4) for name in names if name in logs_dict})
         if global_step % args.logging_steps == 0:
             row = {**row_of(logs_dict), "train/episode": float(episode)}
             self._logs_from(global_step).log(global_step, row)

@@ -63,7 +63,7 @@ class TrainerEngine(TrainEngine):
         """
         self._trained, self._average = trained, average
         self._max_norm, self.ranks = max_norm or math.inf, strategy.ranks
-        models = {role: each.model for role, each in trained.items()}
+        models = {role: entry.model for role, entry in trained.items()}
         models |= {} if reference is None else {"reference": reference}
 
         def opened(role: str, sequences: int, *training: Any) -> Learner:
@@ -71,8 +71,10 @@ class TrainerEngine(TrainEngine):
             return strategy.learner(role, models[role], *training, **limits)
 
         self.learners = {
-            role: opened(role, train_sequences, each.optimizer, each.scheduler) for role, each in trained.items()
+            role: opened(role, train_sequences, entry.optimizer, entry.scheduler) for role, entry in trained.items()
         }
+        # A second learner over the same model: a pass without gradients keeps no activations and may take more
+        # sequences.
         self._scoring = {role: opened(role, score_sequences) for role in models}
 
     def prepare(self) -> None:
@@ -104,7 +106,7 @@ class TrainerEngine(TrainEngine):
         files = [TensorFile(stem, tensors) for stem, tensors in self._tensors().items()]
         files += [TensorFile(f"{role}-optimizer", self._optimizer(role).state()) for role in self._trained]
         counters = plain_json(
-            {"version": self.version, "schedules": {role: _schedule(each) for role, each in self._trained.items()}}
+            {"version": self.version, "schedules": {role: _schedule(entry) for role, entry in self._trained.items()}}
         )
 
         def finish(path: Path) -> None:
@@ -117,16 +119,16 @@ class TrainerEngine(TrainEngine):
         counters = json.loads((directory / "engine.json").read_text(encoding="utf-8"))
         for stem, tensors in self._tensors().items():
             read_into(tensors, directory, stem)
-        for role, each in self._trained.items():
+        for role, entry in self._trained.items():
             schedule = counters["schedules"][role]
-            if len(each.optimizer.param_groups) != len(schedule["groups"]):
-                found = "it had other groups of parameters"
-                raise RunDirError(f"the optimizer of {directory}", found, "build it as it was")
+            if len(entry.optimizer.param_groups) != len(schedule["groups"]):
+                cause = "it had other groups of parameters"
+                raise RunDirError(f"the optimizer of {directory}", cause, "build it as it was")
             self._optimizer(role).restore(read_tensors(directory, f"{role}-optimizer"))
-            for group, saved in zip(each.optimizer.param_groups, schedule["groups"], strict=True):
+            for group, saved in zip(entry.optimizer.param_groups, schedule["groups"], strict=True):
                 group.update(saved)
-            if each.scheduler is not None and schedule["scheduler"] is not None:
-                each.scheduler.load_state_dict(schedule["scheduler"])
+            if entry.scheduler is not None and schedule["scheduler"] is not None:
+                entry.scheduler.load_state_dict(schedule["scheduler"])
         self.version = int(counters["version"])
 
     def _optimizer(self, role: str) -> Optimizer:
@@ -145,14 +147,16 @@ def _totals(ranks: Ranks, batch: Batch, max_response_length: int) -> LossDenomin
     """Returns the loss denominators of an optimizer step: counts over the shares of all ranks."""
     counts = ranks.all_gather(count(batch, max_response_length))
     sums: dict[str, int | None] = {}
+    # These are equal on all ranks, and a rollout has no sources.
     for name in {f.name for f in fields(LossDenominators)} - {"max_response_length", "sources", "dp_size"}:
-        known = [number for each in counts if (number := getattr(each, name)) is not None]
-        sums[name] = sum(known) if known else None
+        numbers = [number for denominators in counts if (number := getattr(denominators, name)) is not None]
+        sums[name] = sum(numbers) if numbers else None
     return replace(counts[0], **sums)
 
 
 def _schedule(trained: Trained) -> dict[str, Any]:
     """Returns the settings of an optimizer, such as its learning rates, and the state of its scheduler."""
+    # Without `params`, whose tensors belong to this process.
     groups = [{k: v for k, v in g.items() if _is_plain(v)} for g in trained.optimizer.param_groups]
     return {"groups": groups, "scheduler": None if trained.scheduler is None else trained.scheduler.state_dict()}
 

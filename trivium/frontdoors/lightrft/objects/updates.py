@@ -46,13 +46,14 @@ def renamed(metrics: Metrics, names: Mapping[str, str]) -> dict[str, float]:
 
 def bounded(batch: Batch) -> Batch:
     """Clips the advantages to [-ADVANTAGE_BOUND, ADVANTAGE_BOUND]."""
-    kept = [np.clip(row, -ADVANTAGE_BOUND, ADVANTAGE_BOUND) for row in batch.columns["advantages"]]
-    return batch.with_columns(advantages=kept)
+    clipped = [np.clip(row, -ADVANTAGE_BOUND, ADVANTAGE_BOUND) for row in batch.columns["advantages"]]
+    return batch.with_columns(advantages=clipped)
 
 
 def narrowed(batch: Batch, experience: ExperienceVL, entropy_mask: torch.Tensor) -> Batch:
     """Restricts the policy loss to the tokens of `entropy_mask`, (B, A) like the experience's action mask."""
     actions = experience.action_mask
+    # A subclass may compute the mask by itself.
     if actions is None or entropy_mask.shape != actions.shape:
         shape = f"{tuple(entropy_mask.shape)}"
         raise DataError("an entropy mask of the shape of action_mask", shape, "give one number for each action")
@@ -88,7 +89,7 @@ def _flat(info: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     flat: list[tuple[str, torch.Tensor]] = []
     for name, value in info.items():
         if isinstance(value, Mapping):
-            flat += [(f"{name}/{inner}", each) for inner, each in _flat(cast("Mapping[str, Any]", value))]
+            flat += [(f"{name}/{inner}", tensor) for inner, tensor in _flat(cast("Mapping[str, Any]", value))]
         elif isinstance(value, torch.Tensor) and value.numel() and name != "num_actions":
             flat.append((name, value))
     return flat
@@ -96,7 +97,7 @@ def _flat(info: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 def mean_status(ranks: Ranks, statuses: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
     """Returns the weighted mean of each name over the (weight, status) pairs of all ranks."""
-    everyone = [each for part in ranks.all_gather(list(statuses)) for each in part]
+    everyone = [pair for part in ranks.all_gather(list(statuses)) for pair in part]
     names = dict.fromkeys(name for _, status in everyone for name in status)
     return {name: _weighted(everyone, name) for name in names}
 
@@ -104,6 +105,7 @@ def mean_status(ranks: Ranks, statuses: Sequence[tuple[float, Mapping[str, float
 def _weighted(statuses: Sequence[tuple[float, Mapping[str, float]]], name: str) -> float:
     having = [(weight, status[name]) for weight, status in statuses if name in status]
     total = sum(weight for weight, _ in having)
+    # A mean of equal numbers is that number: a learning rate keeps all its digits.
     if not total or len({value for _, value in having}) == 1:
         return float(having[-1][1])
     return sum(weight * value for weight, value in having) / total
@@ -174,5 +176,5 @@ def _numbers_of(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, AnyArr
         for name, value in _flat(item.info):
             mine.setdefault(name, []).append(float(value[0]) if value.ndim else float(value))
     everyone = ranks.all_gather(mine)
-    names = dict.fromkeys(name for each in everyone for name in each)
-    return {name: np.asarray([x for each in everyone for x in each.get(name, [])], np.float64) for name in names}
+    names = dict.fromkeys(name for numbers in everyone for name in numbers)
+    return {name: np.asarray([x for numbers in everyone for x in numbers.get(name, [])], np.float64) for name in names}

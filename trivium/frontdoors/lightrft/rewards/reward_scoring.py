@@ -164,6 +164,7 @@ class RewardScorer:
 
     def _source_scores(self, place: int, samples: Sequence[Sample]) -> AnyArray:
         """Returns the (B,) scores of a source, 0 for samples whose recipe does not use it."""
+        # A reward model may be slow or paid: it sees the samples whose recipe weights it, and no others.
         wanted = [row for row, sample in enumerate(samples) if self._uses(sample.label, place)]
         scores = np.zeros(len(samples))
         if wanted:
@@ -178,7 +179,7 @@ class RewardScorer:
 
     def _combined(self, reward_fn: Callable[..., Any], samples: Sequence[Sample], numbers: list[AnyArray]) -> Scored:
         columns = {name: [getattr(sample, name) for sample in samples] for name in ("label", "query", "reference")}
-        models = [torch.from_numpy(each).float() for each in numbers]
+        models = [torch.from_numpy(scores).float() for scores in numbers]
         further = () if self._reads_models_only else (*columns.values(), self._label_map)
         try:
             result = reward_fn(models, *further)
@@ -191,7 +192,8 @@ class RewardScorer:
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping | NoneType):
             rewards, metrics = result[0], dict(result[1] or {})
         by_name = {
-            str(name): numbers_in(each, len(samples), f"reward_fn, metric {name!r}") for name, each in metrics.items()
+            str(name): numbers_in(values, len(samples), f"reward_fn, metric {name!r}")
+            for name, values in metrics.items()
         }
         return Scored(numbers_in(rewards, len(samples), "reward_fn"), by_name)
 
@@ -205,7 +207,8 @@ class RewardScorer:
         rows_of = defaultdict[Any, list[int]](list)
         for row, sample in enumerate(samples):
             rows_of[sample.label].append(row)
-        for component, rows in [(each, rows) for label, rows in rows_of.items() for each in self._recipes[label]]:
+        recipes = [(self._recipes[label], rows) for label, rows in rows_of.items()]
+        for component, rows in [(component, rows) for recipe, rows in recipes for component in recipe]:
             if component.rule is None:
                 scores = [(float(numbers[component.source][row]), dict[str, float]()) for row in rows]
             else:
@@ -245,6 +248,7 @@ def _components(where: str, entries: Any, label_map: Mapping[Any, int], num_sour
         else:
             rule = _rule(where, kind)
         components.append(_Component(str(kind), rule, place, float(weight)))
+    # After the checks, so that an invalid component of weight 0 is refused as well.
     return [component for component in components if component.weight]
 
 
@@ -268,10 +272,10 @@ def _place(where: str, key: Any, label_map: Mapping[Any, int], count: int) -> in
         return 0
     place = key if isinstance(key, int) and not isinstance(key, bool) else label_map.get(key)
     if not isinstance(place, int) or not 0 <= place < count:
-        known = ", ".join(f"{name!r}: {index}" for name, index in label_map.items()) or "nothing"
+        places = ", ".join(f"{name!r}: {index}" for name, index in label_map.items()) or "nothing"
         raise ConfigError(
             f"{where}: the model {key!r}",
-            f"reward_fn_label_map holds {known}, and there are {count} reward models (remote ones included)",
+            f"reward_fn_label_map holds {places}, and there are {count} reward models (remote ones included)",
             "map the key to a place in the list of reward models",
         )
     return place
@@ -293,19 +297,19 @@ def _rule(where: str, kind: Any) -> _Rule:
 
 def _parameters_of(where: str, rule: Rule) -> Collection[str]:
     """Returns the names of a rule's arguments. Raises ConfigError for an unknown required parameter."""
-    known = _columns(Sample("", "", "", np.zeros(0, np.int32), np.zeros(0, np.int32)))
+    columns = _columns(Sample("", "", "", np.zeros(0, np.int32), np.zeros(0, np.int32)))
     parameters = inspect.signature(rule).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return known.keys()
+        return columns.keys()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = [p.name for p in named if p.name not in known and p.default is p.empty]
+    missing = [p.name for p in named if p.name not in columns and p.default is p.empty]
     if missing or len(named) < len(parameters):
         raise ConfigError(
             f"{where}: the rule {getattr(rule, '__name__', rule)}",
             f"it takes ({', '.join(p.name for p in parameters)})",
-            f"name its parameters from: {', '.join(known)}",
+            f"name its parameters from: {', '.join(columns)}",
         )
-    return [p.name for p in named if p.name in known]
+    return [p.name for p in named if p.name in columns]
 
 
 def _columns(sample: Sample) -> dict[str, Any]:

@@ -128,6 +128,7 @@ class CallSource:
             self._device = next((p.device for p in module.parameters()), self._device)
         if self._is_huggingface:
             pad = module.config.get_text_config().pad_token_id
+            # transformers' classifiers refuse a batch without a pad token: they find the last token by it.
             self._pad, self._batch_size = pad or 0, batch_size if pad is not None else 1
         self._names = _parameters(function, label)
 
@@ -153,37 +154,37 @@ class CallSource:
                 f"{type(self._function).__name__} is called with tokens alone",
                 "give the directory of the model, whose processor prepares images, or a module that takes raw_images",
             )
-        known = _known(samples, self._pad, self._device, aligned=not self._is_huggingface)
-        return {name: known[name]() for name in self._names}
+        arguments = _arguments_of(samples, self._pad, self._device, aligned=not self._is_huggingface)
+        return {name: arguments[name]() for name in self._names}
 
 
 def _parameters(function: Callable[..., Any], label: str) -> tuple[str, ...]:
     """Returns the names of the arguments to pass. A function with `**kwargs` also gets the original's arguments."""
     target = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(target).parameters.values()
-    known = _known((), 0, torch.device("cpu"))
+    arguments = _arguments_of((), 0, torch.device("cpu"))
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-    missing = [name for name in required if name not in known]
+    missing = [name for name in required if name not in arguments]
     if missing or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise ConfigError(
             f"call {label}, {getattr(target, '__qualname__', type(function).__name__)}",
             f"it takes ({', '.join(p.name for p in parameters)})",
-            f"name its parameters from: {', '.join(known)}",
+            f"name its parameters from: {', '.join(arguments)}",
         )
     if isinstance(function, PreTrainedModel):
         return "input_ids", "attention_mask"
     # An optional parameter of a module may have another meaning, such as `labels` for a loss.
-    optional = {*_OF_LIGHTRFT, "input_ids"} if isinstance(function, nn.Module) else known.keys()
-    chosen = [p.name for p in parameters if p.name in known and (p.default is p.empty or p.name in optional)]
+    optional = {*_OF_LIGHTRFT, "input_ids"} if isinstance(function, nn.Module) else arguments.keys()
+    chosen = [p.name for p in parameters if p.name in arguments and (p.default is p.empty or p.name in optional)]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return tuple(dict.fromkeys((*chosen, *_OF_LIGHTRFT)))
     if not chosen:
-        raise ConfigError(f"call {label}", "it has no parameters", f"let it take some of: {', '.join(known)}")
+        raise ConfigError(f"call {label}", "it has no parameters", f"let it take some of: {', '.join(arguments)}")
     return tuple(chosen)
 
 
-def _known(
+def _arguments_of(
     samples: Sequence[Sample], pad: int, device: torch.device, *, aligned: bool = True
 ) -> dict[str, Callable[[], Any]]:
     """Returns argument name -> function that computes it, for the names in LightRFT, OpenRLHF and Trivium."""
@@ -238,8 +239,8 @@ class DirectorySource:
         """Raises DataError for a directory without a reward model, and ConfigError if its tokenizer differs."""
         self.label, self._eos = label, getattr(tokenizer, "eos_token_id", None)
         if isinstance(model, Path) and tokenizer is not None:
-            own = hf_tokenizer(model, correct_pad_token=False)
-            if own.get_vocab() != tokenizer.get_vocab():
+            reward_tokenizer = hf_tokenizer(model, correct_pad_token=False)
+            if reward_tokenizer.get_vocab() != tokenizer.get_vocab():
                 raise ConfigError(
                     f"{label}: {model}",
                     "its tokenizer is not the policy's, so the tokens of a rollout mean something else to it",
@@ -329,7 +330,7 @@ def _held(result: Any) -> Any:
     return getattr(result, "logits", result)
 
 
-def _refusal(label: str, count: int, found: str) -> RewardError:
+def _refusal(label: str, count: int, cause: str) -> RewardError:
     return RewardError(
-        f"{count} finite numbers from {label}, one for each sample", found, "fix the reward: nothing is scored 0"
+        f"{count} finite numbers from {label}, one for each sample", cause, "fix the reward: nothing is scored 0"
     )

@@ -118,6 +118,7 @@ class ActorVL(Opened[LanguageModel]):
         if packed_seq_lens is not None:
             if num_actions is None or isinstance(num_actions, int):
                 raise ConfigError("packed sequences", "one num_actions for all", "give a list, one for each sequence")
+            # Padded on the left, because the last A columns are the actions.
             parts = sequences[0].split([int(length) for length in packed_seq_lens])
             sequences = nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_side="left")
             attention_mask = nn.utils.rnn.pad_sequence(
@@ -139,6 +140,7 @@ class ActorVL(Opened[LanguageModel]):
         if inputs and pixels["image_grid_thws"] is not None:
             inputs["image_grid_thw"] = pixels["image_grid_thws"]
         if inputs and self.vision is not None and self.vision.family.mrope:
+            # transformers 5 computes the positions of M-RoPE from it, and refuses images without it.
             inputs["mm_token_type_ids"] = (sequences == self.vision.placeholder).int()
         return self.model(input_ids=sequences, attention_mask=mask, **inputs, **pixels["pixel_inputs"])
 
@@ -165,7 +167,7 @@ class ActorVL(Opened[LanguageModel]):
         pieces = [] if pixel_values is None else pieces_of(pixel_values, image_grid_thw, arguments.pixel_inputs)
         prompts = arguments.prompts(input_ids, pieces, self.vision)
         completions = run_here(self._completions(prompts, arguments))
-        width = max(len(each.tokens) for each in completions)
+        width = max(len(completion.tokens) for completion in completions)
         before, shape = input_ids.shape[1], (len(prompts), input_ids.shape[1] + width)
         sequences = input_ids.new_full(shape, arguments.pad_token_id)
         attention = torch.zeros_like(sequences)
@@ -179,10 +181,12 @@ class ActorVL(Opened[LanguageModel]):
 
     async def _completions(self, prompts: list[Prompt], arguments: Arguments) -> list[Completion]:
         """Samples one completion per prompt. Every call uses new random numbers of the seed."""
+        # An engine has the tokens that end a completion from its construction.
         if self._engine is None or self._engine.eos_token_ids != arguments.eos_token_ids:
             self.close()
             self._engine = ActorEngine(self, arguments.eos_token_ids)
         engine, self._calls = await self._engine.loaded(), self._calls + 1
+        # torch's initial seed may have 64 bits, an address has signed integers.
         address = (arguments.seed % 2**63, "actor", "generate", str(self.ranks.rank), self._calls)
         requests = [
             Request(prompt.tokens, arguments.sampling, SampleKey(*address, row), prompt.media)

@@ -58,6 +58,7 @@ class CriticVL(Opened[ValueModel]):
         further |= {"normalize_reward": True} if normalize_reward else {}
         super().__init__(pretrain_or_model, options, further, backbone=True)
         self.packing_samples = packing_samples
+        # `build` reads both when `core` is used first: the head of a model that was given, or one of its directory.
         self.value_head = linear_head(pretrain_or_model)
         self._head: dict[str, Tensor] = {}
         if self.model_dir is not None and not init_value_head:

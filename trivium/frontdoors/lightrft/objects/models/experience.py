@@ -86,7 +86,7 @@ class ExperienceVL:
     def __post_init__(self) -> None:
         grids: Any = self.image_grid_thws
         if isinstance(grids, list):  # one tensor for each row
-            self.image_num = [len(each) for each in cast("list[Tensor]", grids)]
+            self.image_num = [len(grid) for grid in cast("list[Tensor]", grids)]
             self.image_grid_thws = torch.cat(grids) if grids else None
         for name in ("info", "further", "pixel_inputs"):
             if getattr(self, name) is None:
@@ -98,8 +98,8 @@ class ExperienceVL:
     @property
     def num_actions(self) -> int:
         """A. Raises DataError if no field determines it."""
-        known = (self.action_mask, *(getattr(self, name) for name in COLUMNS))
-        width = next((tensor.shape[1] for tensor in known if tensor is not None), None)
+        tensors = (self.action_mask, *(getattr(self, name) for name in COLUMNS))
+        width = next((tensor.shape[1] for tensor in tensors if tensor is not None), None)
         if width is None:
             raise DataError("the actions of an experience", "no action_mask", "give one, (B, A)")
         return width
@@ -116,6 +116,7 @@ class ExperienceVL:
 
     def _on_all(self, change: Callable[[Tensor], Tensor]) -> Self:
         for entry in fields(self):
+            # The core's experiences are arrays of numpy, and a reader has no tensors.
             if entry.name not in ("origin", "reader"):
                 setattr(self, entry.name, _changed(getattr(self, entry.name), change))
         return self
@@ -137,16 +138,16 @@ class ExperienceVL:
     @classmethod
     def join(cls, experiences: Sequence[ExperienceVL], vision: Vision | None = None) -> ExperienceVL:
         """Joins all rows in order, with minimal padding. Keeps the fields that all experiences have."""
-        batch = joined_rows([each.to_batch(vision) for each in experiences])
+        batch = joined_rows([experience.to_batch(vision) for experience in experiences])
         if batch is None:
             raise DataError("join experiences", "there is none", "give at least one")
-        reader = next((each.reader for each in experiences if each.reader is not None), None)
+        reader = next((experience.reader for experience in experiences if experience.reader is not None), None)
         joined = cls.from_batch(batch, processor=reader)
-        joined.info = _joined_info([each.info for each in experiences])
+        joined.info = _joined_info([experience.info for experience in experiences])
         for name in _LISTS:
-            values = [getattr(each, name) for each in experiences]
+            values = [getattr(experience, name) for experience in experiences]
             if None not in values:
-                setattr(joined, name, [one for each in values for one in each])
+                setattr(joined, name, [entry for rows in values for entry in rows])
         return joined
 
     def _per_action(self) -> dict[str, Tensor]:
@@ -165,7 +166,7 @@ class ExperienceVL:
         """Converts a core batch. With a `processor` (of transformers, or Images), adds pixels and raw images."""
         images = processor if processor is None or isinstance(processor, Images) else Images(processor)
         experiences = batch.experiences
-        starts = [_start(each) for each in experiences]
+        starts = [_start(experience) for experience in experiences]
         actions = max(len(e) - start for e, start in zip(experiences, starts, strict=True))
         prompts = max(starts)
         shape = (len(experiences), prompts + actions)
@@ -176,14 +177,14 @@ class ExperienceVL:
             sequences[row, here], attention[row, here] = torch.from_numpy(experience.tokens.astype(np.int64)), 1
 
         def cut(arrays: Sequence[AnyArray]) -> Tensor:
-            kept = [torch.tensor(array[start:]) for array, start in zip(arrays, starts, strict=True)]
-            whole = kept[0].new_zeros(len(kept), actions, *kept[0].shape[1:])
-            for row, values in zip(whole, kept, strict=True):
+            responses = [torch.tensor(array[start:]) for array, start in zip(arrays, starts, strict=True)]
+            whole = responses[0].new_zeros(len(responses), actions, *responses[0].shape[1:])
+            for row, values in zip(whole, responses, strict=True):
                 row[: len(values)] = values
             return whole
 
-        own = {column: name for name, column in COLUMNS.items()}
-        numbers = {own[name]: cut(arrays) for name, arrays in batch.columns.items() if name in own}
+        field_of = {column: name for name, column in COLUMNS.items()}
+        numbers = {field_of[name]: cut(arrays) for name, arrays in batch.columns.items() if name in field_of}
         return cls(
             sequences,
             **numbers,
@@ -194,7 +195,7 @@ class ExperienceVL:
             info=_info(batch),
             image_num=[len(e.media) for e in experiences],
             group_ids=[e.group_id for e in experiences],
-            further={name: cut(arrays) for name, arrays in batch.columns.items() if name not in own},
+            further={name: cut(arrays) for name, arrays in batch.columns.items() if name not in field_of},
             origin=experiences,
         )
 
@@ -213,22 +214,22 @@ class ExperienceVL:
         mask = attention[:, -actions:] if self.action_mask is None else _array(self.action_mask).astype(np.bool_)
         if (mask & ~attention[:, attention.shape[1] - actions :]).any():
             raise DataError("actions that are tokens", "action_mask is true on padding", "correct the masks")
-        kept = [tokens[row][attention[row]].astype(np.int32) for row in range(len(self))]
+        unpadded = [tokens[row][attention[row]].astype(np.int32) for row in range(len(self))]
         places = [_action_places(attention[row], actions) for row in range(len(self))]
 
         def spread(values: AnyArray) -> list[AnyArray]:
             rows: list[AnyArray] = []
             for row, (columns, at) in enumerate(places):
-                rows.append(np.zeros((len(kept[row]), *values.shape[2:]), values.dtype))
+                rows.append(np.zeros((len(unpadded[row]), *values.shape[2:]), values.dtype))
                 rows[-1][at] = values[row][columns]
             return rows
 
         columns = {name: spread(_array(tensor)) for name, tensor in numbers.items()}
         masks = spread(mask)
-        media = self._media(vision, kept)
+        media = self._media(vision, unpadded)
         old = columns.get("old_log_prob")
         experiences = tuple(
-            self._experience(row, kept[row], masks[row], None if old is None else old[row], media[row])
+            self._experience(row, unpadded[row], masks[row], None if old is None else old[row], media[row])
             for row in range(len(self))
         )
         return Batch(experiences).with_columns(**columns)
@@ -249,6 +250,8 @@ class ExperienceVL:
         self, row: int, tokens: AnyArray, mask: AnyArray, old: AnyArray | None, media: tuple[Media, ...]
     ) -> types.Experience:
         origin = None if self.origin is None else self.origin[row]
+        # A user may have replaced the sequences: the versions and log-probabilities of the origin are then of other
+        # tokens.
         if origin is not None and np.array_equal(origin.tokens, tokens):
             return replace(origin, response_mask=mask)
         reward = self.info.get("reward")
@@ -282,6 +285,7 @@ def _start(experience: types.Experience) -> int:
     """Returns where the response begins: at the first trained token, or at the first turn."""
     trained = np.flatnonzero(experience.response_mask)
     first = int(trained[0]) if len(trained) else experience.turns[0].start if experience.turns else len(experience)
+    # The first token has nothing before it that predicts it, and there is at least one action.
     return max(1, min(first, len(experience) - 1))
 
 
@@ -293,6 +297,7 @@ def _action_places(attended: npt.NDArray[np.bool_], actions: int) -> tuple[AnyAr
 
 def _array(tensor: Tensor) -> AnyArray:
     tensor = tensor.detach().cpu()
+    # numpy has no bfloat16.
     return tensor.numpy() if tensor.dtype in (torch.float32, torch.float64, torch.bool) else tensor.float().numpy()
 
 
@@ -305,9 +310,9 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: _changed(each, change) for key, each in cast("dict[str, Any]", value).items()}
+        return {key: _changed(part, change) for key, part in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
-        return [_changed(each, change) for each in cast("list[Any]", value)]
+        return [_changed(part, change) for part in cast("list[Any]", value)]
     return value
 
 
@@ -355,28 +360,31 @@ def _joined_info(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
         elif isinstance(values[0], Tensor) and values[0].ndim:
             joined[name] = torch.cat(values)
         else:
-            joined[name] = values[0] if not isinstance(values[0], list) else [one for each in values for one in each]
+            joined[name] = (
+                values[0] if not isinstance(values[0], list) else [entry for rows in values for entry in rows]
+            )
     return joined
 
 
 def _read_pixels(experiences: Sequence[types.Experience], images: Images | None) -> dict[str, Any]:
     """Returns the pixel fields of the experiences, with the pixels of images if their reader is given."""
-    made = pixel_reader(Path())  # of media that are pixels
+    reader = pixel_reader(Path())  # of media that are pixels
 
     def read(item: Media) -> Mapping[str, Tensor]:
-        return made(item) if images is None or item.mime == PIXELS else images.read(item).pixels
+        return reader(item) if images is None or item.mime == PIXELS else images.read(item).pixels
 
     media = [[item for item in e.media if images is not None or item.mime == PIXELS] for e in experiences]
-    rows = [join_pixels([read(item) for item in each]) for each in media]
-    raw = [[decoded(item) for item in each if item.mime != PIXELS] for each in media]
-    shown = [row for row in rows if row]
+    rows = [join_pixels([read(item) for item in items]) for items in media]
+    raw = [[decoded(item) for item in items if item.mime != PIXELS] for items in media]
+    with_images = [row for row in rows if row]
     fields: dict[str, Any] = {"raw_images": None if images is None else raw}
-    if not shown:
+    if not with_images:
         return fields
-    if shown[0]["pixel_values"].ndim == 5 and "image_grid_thw" not in shown[0]:  # (1, tiles, ...) of each row
-        blank = {name: tensor.new_zeros(tensor.shape) for name, tensor in shown[0].items()}
+    first = with_images[0]
+    if first["pixel_values"].ndim == 5 and "image_grid_thw" not in first:  # (1, tiles, ...) of each row
+        blank = {name: tensor.new_zeros(tensor.shape) for name, tensor in first.items()}
         joined = {name: stacked_tiles([(row or blank)[name] for row in rows]) for name in blank}
     else:
-        joined = {name: torch.cat([row[name] for row in shown]) for name in shown[0]}
+        joined = {name: torch.cat([row[name] for row in with_images]) for name in first}
     values, grids = joined.pop("pixel_values"), joined.pop("image_grid_thw", None)
     return {**fields, "pixel_values": values, "image_grid_thws": grids, "pixel_inputs": joined}

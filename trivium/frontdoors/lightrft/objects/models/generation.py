@@ -47,9 +47,9 @@ class Arguments:
     pixel_inputs: dict[str, Tensor]
 
     @classmethod
-    def of(cls, given: dict[str, Any], model: PreTrainedModel, input_ids: Tensor, temperature: float) -> Self:
+    def of(cls, keywords: dict[str, Any], model: PreTrainedModel, input_ids: Tensor, temperature: float) -> Self:
         """Parses keyword arguments. Raises ConfigError for unknown or unsupported ones, and without a token limit."""
-        values = {name: value for name, value in given.items() if value is not None}
+        values = {name: value for name, value in keywords.items() if value is not None}
         unknown = sorted(values.keys() - {*_KNOWN, *_PIXEL_INPUTS, *_NO_EFFECT})
         if unknown or values.get("num_beams", 1) != 1:
             raise ConfigError(
@@ -61,6 +61,7 @@ class Arguments:
         if longest < 1:
             raise ConfigError("generate of ActorVL", f"{longest} new tokens", "set max_new_tokens to at least 1")
         stops = stops_of(values.get("eos_token_id"), model)
+        # Any token does: the masks exclude it.
         pad = int(values.get("pad_token_id", min(stops)))
         greedy = not values.get("do_sample", True)
         sampling = Sampling(
@@ -86,15 +87,15 @@ class Arguments:
             for row, mask in zip(input_ids, self.attention_mask, strict=True)
         ]
         media = [()] * len(rows) if vision is None else media_of_rows(vision, rows, pieces)
-        return [Prompt(tokens, own) for tokens, own in zip(rows, media, strict=True)]
+        return [Prompt(tokens, images) for tokens, images in zip(rows, media, strict=True)]
 
 
-def stops_of(given: int | Sequence[int] | None, model: PreTrainedModel) -> frozenset[int]:
+def stops_of(eos_token_id: int | Sequence[int] | None, model: PreTrainedModel) -> frozenset[int]:
     """Returns the end-of-sequence tokens: those given, else the model's. Raises ConfigError if there are neither."""
-    own: Any = getattr(model.generation_config, "eos_token_id", None)
+    default: Any = getattr(model.generation_config, "eos_token_id", None)
     named: Any = next(
-        (each for each in (given, own, model.config.get_text_config().eos_token_id) if each is not None), None
+        (ids for ids in (eos_token_id, default, model.config.get_text_config().eos_token_id) if ids is not None), None
     )
     if named is None:
         raise ConfigError("the end of a completion", "the model names no end of sequence", "give eos_token_id")
-    return frozenset([named] if isinstance(named, int) else (int(each) for each in named))
+    return frozenset([named] if isinstance(named, int) else (int(token) for token in named))

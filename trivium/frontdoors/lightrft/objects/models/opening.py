@@ -163,6 +163,7 @@ class Opened(nn.Module, Generic[Core]):
     @property
     def core(self) -> Core:
         """The core's model over the same parameters."""
+        # The caller may have moved the model by `.to`.
         if not self._opened or self._opened[0].device != self.model.device:
             self._opened = [self.build()]
             if self._checkpointing:
@@ -204,7 +205,7 @@ class Opened(nn.Module, Generic[Core]):
         self.ranks, self.model = ranks, cast(PreTrainedModel, self.core.module)
 
 
-def refuse_videos(what: str, *given: Tensor | None) -> None:
+def refuse_videos(what: str, *pixels: Tensor | None) -> None:
     """Raises DataError for pixels of videos."""
-    if any(each is not None for each in given):
+    if any(tensor is not None for tensor in pixels):
         raise DataError(what, "pixel_values_videos", "models read text and images here")

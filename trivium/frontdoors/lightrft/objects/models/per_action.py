@@ -48,7 +48,8 @@ def per_action(
     batch = experience.to_batch(model.backbone.vision)
     check_lengths(batch, max_positions(model.module))
     sight = None if model.backbone.vision is None else Sight(model.backbone.vision, pixel_reader(Path()))
-    shown = ranks.all_reduce_max(int(any(each.media for each in batch.experiences)))
+    # FSDP gathers the vision tower collectively: if one rank has images, one without them passes a blank one.
+    has_images = ranks.all_reduce_max(int(any(row.media for row in batch.experiences)))
     micro = collate(
         batch,
         range(len(batch)),
@@ -56,10 +57,11 @@ def per_action(
         device=model.device,
         dtype=model.dtype,
         sight=sight,
-        blank=bool(shown) and ranks.size > 1,
+        blank=bool(has_images) and ranks.size > 1,
     )
     numbers = model(micro.pack, micro.rows)
     numbers = numbers if isinstance(numbers, Tensor) else numbers[0]
+    # FSDP keeps parameters gathered for a backward pass that does not follow.
     if not torch.is_grad_enabled():
         reshard(model)
     trained = trained.to(numbers.device)

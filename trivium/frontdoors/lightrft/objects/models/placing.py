@@ -35,6 +35,8 @@ def pieces_of(pixel_values: Tensor, grids: Tensor | None, further: Mapping[str, 
         return [{"pixel_values": part, "image_grid_thw": grid[None]} for part, grid in zip(parts, grids, strict=True)]
     if pixel_values.ndim == 5:
         flat = [(row, tile) for row in range(len(pixel_values)) for tile in range(pixel_values.shape[1])]
+        # A tile of zeros is padding: the processor subtracts 0.5 from a pixel in [0, 1], so no real tile is zero
+        # throughout.
         real = [place for place in flat if bool(pixel_values[place].any())]
         mask = further.get("pixel_attention_mask")
         masks = {} if mask is None else {place: {"pixel_attention_mask": mask[place][None, None]} for place in real}
@@ -48,20 +50,20 @@ def media_of_rows(vision: Vision, rows: Sequence[IntArray], pieces: Sequence[Pix
     Assigns images to the placeholders of the rows in order. A run of placeholders that is too short for the next image
     counts as ordinary tokens, because the policy may sample them. Raises DataError if images are left over.
     """
-    left, media = deque(pieces), list[tuple[Media, ...]]()
+    remaining, media = deque(pieces), list[tuple[Media, ...]]()
     for tokens in rows:
-        own: list[Media] = []
+        images: list[Media] = []
         for start, end in _runs(tokens == vision.placeholder):
             at = start
-            while left and at + (number := vision.num_features(left[0])) <= end:
-                own.append(pixel_media(left.popleft()).at(at, at + number))
+            while remaining and at + (number := vision.num_features(remaining[0])) <= end:
+                images.append(pixel_media(remaining.popleft()).at(at, at + number))
                 at += number
-        media.append(tuple(own))
-    if left:
-        shown = sum(int((tokens == vision.placeholder).sum()) for tokens in rows)
+        media.append(tuple(images))
+    if remaining:
+        placeholders = sum(int((tokens == vision.placeholder).sum()) for tokens in rows)
         raise DataError(
             "the placeholders of each image",
-            f"{len(left)} of {len(pieces)} images have none; the sequences hold {shown} in all",
+            f"{len(remaining)} of {len(pieces)} images have none; the sequences hold {placeholders} in all",
             "give the pixel tensors of these sequences, in their order",
         )
     return media
@@ -73,7 +75,7 @@ def stacked_tiles(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) for p in parts])
 
 
-def _runs(shown: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[int, int]]:
+def _runs(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[int, int]]:
     """Returns [start, end) of each run of true entries."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], shown, [False]]).astype(np.int8)))
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in list(pairwise(edges))[::2]]

@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def sampling_of(given: Mapping[str, Any], prompt_max_len: int) -> Sampling:
+def sampling_of(arguments: Mapping[str, Any], prompt_max_len: int) -> Sampling:
     """Returns the sampling settings of training completions. Raises ConfigError for invalid values.
 
     If sampling is restricted to a part of the vocabulary (top_p, top_k, ...), the engine records the candidate tokens,
     and log-probabilities are computed over them.
     """
-    limit = given.get("max_new_tokens")
-    if limit is None and given.get("max_length") is not None:
-        limit = int(given["max_length"]) - prompt_max_len
+    limit = arguments.get("max_new_tokens")
+    if limit is None and arguments.get("max_length") is not None:
+        limit = int(arguments["max_length"]) - prompt_max_len
     limit = MAX_NEW_TOKENS if limit is None else int(limit)
-    temperature = float(given.get("temperature", 1.0)) if given.get("do_sample", True) else 0.0
-    top_p, top_k = float(given.get("top_p", 1.0)), max(0, int(given.get("top_k") or 0))
-    least, stop = int(given.get("min_new_tokens") or 0), given.get("stop") or ()
+    temperature = float(arguments.get("temperature", 1.0)) if arguments.get("do_sample", True) else 0.0
+    top_p, top_k = float(arguments.get("top_p", 1.0)), max(0, int(arguments.get("top_k") or 0))
+    least, stop = int(arguments.get("min_new_tokens") or 0), arguments.get("stop") or ()
     if limit < 1 or temperature < 0 or not 0 < top_p <= 1 or not 0 <= least <= limit:
         raise ConfigError(
             "how completions are sampled",
@@ -161,6 +161,8 @@ class Rollouts:
         """At most `max_concurrent` completions are sampled at a time."""
         self._seed, self._deadline_s, self._max_failed_fraction = seed, deadline_s, max_failed_fraction
         self._max_concurrent = max_concurrent
+        # The renderer needs the images of the engine's directory, and the engine decodes with the renderer: it reads
+        # the attribute when it decodes.
         self._engine = ActorEngine(policy, eos_token_ids, lambda tokens: self._renderer.decode(tokens), processor)
         self.images: Images | None = images_of(self._engine.model_dir)
         self._renderer = PromptRenderer(tokenizer, self.images, prompt_max_len)
@@ -189,6 +191,8 @@ class Rollouts:
             engine.max_context,
             self._deadline_s,
             self._max_concurrent,
+            # Rewards follow for all completions of the rollout at once, so that a reward model is called with full
+            # batches.
             must_judge=False,
         )
         tasks = [task_of(batch, row, name, self.images) for row, name in enumerate(names)]
