@@ -74,16 +74,16 @@ def lake(size: int, p: float, randomly: random.Random) -> list[list[str]]:
 
 
 def _reaches(grid: Sequence[Sequence[str]], start: tuple[int, int], goal: tuple[int, int]) -> bool:
-    seen, left = {start}, [start]
-    while left:
-        row, column = left.pop()
-        for down, right in _MOVES.values():
-            cell = row + down, column + right
+    reached, frontier = {start}, [start]
+    while frontier:
+        row, column = frontier.pop()
+        for rows, columns in _MOVES.values():
+            cell = row + rows, column + columns
             inside = 0 <= cell[0] < len(grid) and 0 <= cell[1] < len(grid[0])
-            if inside and cell not in seen and grid[cell[0]][cell[1]] != "H":
-                seen.add(cell)
-                left.append(cell)
-    return goal in seen
+            if inside and cell not in reached and grid[cell[0]][cell[1]] != "H":
+                reached.add(cell)
+                frontier.append(cell)
+    return goal in reached
 
 
 def _find(grid: Sequence[Sequence[str]], mark: str) -> tuple[int, int]:

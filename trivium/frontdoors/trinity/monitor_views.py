@@ -69,15 +69,15 @@ class MonitorOfTrinity:
 
     def __init__(self, config: Config, *, run_dir: Path, resume_step: int) -> None:
         del resume_step  # the class appends
-        given = config.model_dump(include={"project", "group", "name"})
+        names = config.model_dump(include={"project", "group", "name"})
         shaped = TrinityShaped.of(
             {
-                **given,
+                **names,
                 "checkpoint_job_dir": str(run_dir),
                 "monitor": {"monitor_type": config.monitor, "monitor_args": config.monitor_args},
             }
         )
-        self._monitor: Any = MONITOR.get(config.monitor)(**given, role=config.role, config=shaped)
+        self._monitor: Any = MONITOR.get(config.monitor)(**names, role=config.role, config=shaped)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._monitor.log(data=dict(metrics), step=step)

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field
 from trivium.config import RewardConfig
 from trivium.config.fields import plugin_path
 from trivium.foundation.errors import DataError
+from trivium.frontdoors.keywords import accepted
 from trivium.frontdoors.trinity.config.registries import REWARD_FUNCTIONS
 from trivium.rewards.functions import MathVerify
 from trivium.rewards.graders.mathematics import last_boxed, math_boxed
@@ -106,6 +107,7 @@ class Countdown:
         if not equations:
             return 0.0
         equation = equations[-1].strip()
+        # Python converts at most 4,300 digits, and the numbers of the task have few.
         used = sorted(int(number) for number in re.findall(r"\d{1,18}", equation))
         value = arithmetic(equation) if used == sorted(truth["numbers"]) else None
         return 1.0 if value is not None and abs(value - truth["target"]) < 1e-5 else 0.1
@@ -133,16 +135,14 @@ class RewardOfTrinity:
     def __init__(self, config: Config) -> None:
         target = REWARD_FUNCTIONS.get(config.function)
         self._function: Callable[..., Any] = target(**config.args) if isinstance(target, type) else target
-        parameters = inspect.signature(self._function).parameters
-        self._takes = set(parameters)
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._takes_columns = "completion" in inspect.signature(self._function).parameters
 
     def __call__(self, prompt: str, completion: str, **columns: Any) -> float:
-        if "completion" in self._takes:
-            given = {"prompt": prompt, "completion": completion, **columns}
+        if self._takes_columns:
+            arguments = {"prompt": prompt, "completion": completion, **columns}
         else:
-            given = {"response": completion, "prompt": prompt, "truth": columns.get("answer")}
-        result = self._function(**{name: v for name, v in given.items() if self._takes_all or name in self._takes})
+            arguments = {"response": completion, "prompt": prompt, "truth": columns.get("answer")}
+        result = self._function(**accepted(self._function, arguments))
         return float(sum(result.values()) if isinstance(result, Mapping) else result)
 
 
@@ -151,6 +151,7 @@ def final_answer(answer: str) -> str:
     return answer.rpartition("####")[2].strip()
 
 
+# Without `**`, which Trinity's own evaluation allows: a completion of ten characters could fill the memory.
 _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

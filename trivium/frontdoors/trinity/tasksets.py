@@ -22,6 +22,7 @@ def tasks_of_all(tasksets: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
         source = dict(section)
         name = source.pop("name")
         for task in _tasks(source, name):
+            # Rows of two sources have equal numbers, and an id belongs to one task.
             yield replace(task, task_id=f"{name}/{task.task_id}", columns={**task.columns, "data_source": name})
 
 
@@ -56,6 +57,6 @@ def _tasks(
             for where, row in super().rows():
                 yield where, row if change is None else change(row)
 
-    made = Changed(config, name=name, seed=0)
-    for number in range(len(made)):
-        yield made[number]
+    taskset = Changed(config, name=name, seed=0)
+    for number in range(len(taskset)):
+        yield taskset[number]

@@ -75,8 +75,8 @@ def translate(config: object, device: str | None = None) -> Translation:
         translated = [_sections(stage, device) for _, stage in stages]
         shared = {name: value for name, value in sections.items() if name not in _OF_A_STAGE}
         shared["run"] = {**shared["run"], "mode": _mode_of_all(trinity, [stage.mode for _, stage in stages])}
-        own = [{name: part.get(name) for name in _OF_A_STAGE if name in part} for part in translated]
-        sections = {**shared, "tasks": {}, "stages": own}
+        stage_sections = [{name: part.get(name) for name in _OF_A_STAGE if name in part} for part in translated]
+        sections = {**shared, "tasks": {}, "stages": stage_sections}
         trinity.problems = []  # settings of the stages are optional outside the stages
     problems = [problem for reader in (trinity, *(stage for _, stage in stages)) for problem in reader.problems]
     refuse(dict.fromkeys(problems))
@@ -246,8 +246,8 @@ def _engine_kind(trinity: TrinityConfig) -> str:
         return "torch"
     if trinity.has(where) and kind.startswith("vllm") and importlib.util.find_spec("vllm") is not None:
         return "vllm"
-    found = "engine.kind vllm needs vLLM installed" if kind.startswith("vllm") else f"{kind} is not supported"
-    trinity.notes.append(f"{where}: {found}: engine.kind torch samples")
+    cause = "engine.kind vllm needs vLLM installed" if kind.startswith("vllm") else f"{kind} is not supported"
+    trinity.notes.append(f"{where}: {cause}: engine.kind torch samples")
     return "torch"
 
 
@@ -260,6 +260,7 @@ def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
     parallel = trinity["trainer.ulysses_sequence_parallel_size"]
     if not trinity.has("trainer.ulysses_sequence_parallel_size"):
         parallel = trainer[f"{_ACTOR}.ulysses_sequence_parallel_size"] or 1
+    # Trinity's default of max_token_len_per_gpu.
     longest = math.ceil(2 * max_context(trinity) / max(1, parallel)) or 16384
     norms = [trinity["trainer.actor_grad_clip"]]
     norms += [trinity["trainer.grad_clip"]] if trinity.has("trainer.grad_clip") else [trainer[f"{_ACTOR}.grad_clip"]]
@@ -350,8 +351,8 @@ def _schedule(trinity: TrinityConfig, steps: int, staleness: int | None) -> dict
         schedule["max_staleness"] = staleness
     ratio = trinity["explorer.over_rollout.ratio"]
     if not 0 <= ratio < 1:
-        found = "it is the share of the rollouts that a step does not wait for"
-        trinity.problem("explorer.over_rollout.ratio", str(ratio), found, "use a number from 0 to below 1")
+        cause = "it is the share of the rollouts that a step does not wait for"
+        trinity.problem("explorer.over_rollout.ratio", str(ratio), cause, "use a number from 0 to below 1")
     elif ratio:
         schedule["over_rollout"] = ratio / (1 - ratio)
     return schedule | _order(trinity)
@@ -389,13 +390,13 @@ def _by_success_rate(trinity: TrinityConfig, where: str, settings: Settings, key
         trinity.problem(f"{where}.feature_keys", repr(keys), "it predicts rates from two columns", do)
     args = {"m": 16, "lamb": 0.2, "rho": 0.2, "target_reward": 1.0, "tau": 1.0, "do_sample": False}
     args |= {"adaptive_rho": False, "cap_coef_update_discount": 0.9}
-    given = settings.first(*(f"{name}.kwargs" for name in _SELECTORS)) or {}
-    for name in set(given) - set(args):
-        trinity.problem(f"{where}.kwargs.{name}", repr(given[name]), "no such argument", suggest(name, args))
-    args |= given
+    kwargs = settings.first(*(f"{name}.kwargs" for name in _SELECTORS)) or {}
+    for name in set(kwargs) - set(args):
+        trinity.problem(f"{where}.kwargs.{name}", repr(kwargs[name]), "no such argument", suggest(name, args))
+    args |= kwargs
     if args["cap_coef_update_discount"] != 0.9:
-        found = "the position between the two models is averaged by 0.9"
-        trinity.problem(f"{where}.kwargs.cap_coef_update_discount", "another value", found, "leave it out")
+        cause = "the position between the two models is averaged by 0.9"
+        trinity.problem(f"{where}.kwargs.cap_coef_update_discount", "another value", cause, "leave it out")
     return {
         "kind": "success_rate",
         "references": list(keys),
@@ -419,9 +420,9 @@ def _sync(trinity: TrinityConfig, device: str) -> dict[str, Any]:
     if trinity.offline:
         return {}
     style, method = (str(trinity[f"{where}.sync_{name}"]).lower() for name in ("style", "method"))
-    for name, value, known in (("style", style, _STYLES), ("method", method, _METHODS)):
-        if value not in known:
-            trinity.problem(f"{where}.sync_{name}", repr(value), f"no such {name}", suggest(value, known))
+    for name, value, choices in (("style", style, _STYLES), ("method", method, _METHODS)):
+        if value not in choices:
+            trinity.problem(f"{where}.sync_{name}", repr(value), f"no such {name}", suggest(value, choices))
     interval, offset, ahead = trinity.sync_interval, trinity[f"{where}.sync_offset"], trinity.max_staleness
     sync = {
         "method": _method(trinity, _METHODS.get(method, "memory"), device),
@@ -439,6 +440,7 @@ def _method(trinity: TrinityConfig, method: str, device: str) -> str:
     directory."""
     if trinity.mode in ("explore", "train", "bench", "serve"):
         return "checkpoint"
+    # Trinity, too, replaces nccl by checkpoint for an adapter.
     if trinity.lora and method == "nccl":
         method = "checkpoint"
     return "memory" if method == "nccl" and not _cluster(trinity, device) else method
@@ -447,42 +449,40 @@ def _method(trinity: TrinityConfig, method: str, device: str) -> str:
 def _monitors(trinity: TrinityConfig) -> list[dict[str, Any]]:
     kind = str(trinity["monitor.monitor_type"]).lower()
     project, name = trinity["project"], trinity["name"]
-    own: dict[str, Any] = {"kind": kind}
+    monitor: dict[str, Any] = {"kind": kind}
     if (path := path_of(trinity.text("monitor.monitor_type"))) is not None:
         names = {"project": project, "group": trinity["group"], "name": name, "role": trinity["trainer.name"]}
         args = trinity.section("monitor.monitor_args")
-        own = {"kind": _OWN_MONITOR, "monitor": path, **names, **({"monitor_args": args} if args else {})}
+        monitor = {"kind": _OWN_MONITOR, "monitor": path, **names, **({"monitor_args": args} if args else {})}
     elif kind not in _MONITORS:
         trinity.problem("monitor.monitor_type", repr(kind), "no such monitor", f"use one of {', '.join(_MONITORS)}")
     elif kind == "wandb":
-        own |= {"project": project, "name": name, "group": trinity["group"] or name}
-        own |= (
-            {"base_url": trinity["monitor.monitor_args.base_url"]}
-            if trinity.has("monitor.monitor_args.base_url")
-            else {}
-        )
-        own |= {"mode": "offline"} if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") else {}
+        monitor |= {"project": project, "name": name, "group": trinity["group"] or name}
+        base_url = trinity["monitor.monitor_args.base_url"]
+        monitor |= {} if base_url is None else {"base_url": base_url}
+        monitor |= {"mode": "offline"} if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") else {}
     elif kind == "mlflow":
-        own |= {"experiment": project, "name": name}
-        own |= {"tracking_uri": trinity["monitor.monitor_args.uri"]} if trinity.has("monitor.monitor_args.uri") else {}
-    return [{"kind": "console"}, {"kind": "jsonl"}, own]
+        monitor |= {"experiment": project, "name": name}
+        uri = trinity["monitor.monitor_args.uri"]
+        monitor |= {} if uri is None else {"tracking_uri": uri}
+    return [{"kind": "console"}, {"kind": "jsonl"}, monitor]
 
 
 def _cluster(trinity: TrinityConfig, device: str) -> dict[str, Any]:
     """Returns the cluster: Ray if one command uses more than one GPU, else one process."""
     if device == "cpu" or trinity.mode not in ("both", "train") or (trinity.mode == "train" and not trinity.offline):
         return {}
-    nodes, each = trinity["cluster.node_num"] or 1, trinity["cluster.gpu_per_node"] or _gpus()
-    if nodes * each <= 1 or str(trinity["mode"]).lower() == "colocate":
+    nodes, per_node = trinity["cluster.node_num"] or 1, trinity["cluster.gpu_per_node"] or _gpus()
+    if nodes * per_node <= 1 or str(trinity["mode"]).lower() == "colocate":
         return {}
     model = "explorer.rollout_model"
     per_engine = math.prod(trinity[f"{model}.{name}_parallel_size"] for name in ("tensor", "data", "pipeline"))
     engines = 0 if trinity.offline else trinity[f"{model}.engine_num"]
     used = engines * per_engine + (0 if trinity.offline else sum(m["engine_num"] for m in trinity.auxiliary_models))
-    ranks = nodes * each - used
+    ranks = nodes * per_node - used
     if ranks < 1:
         do = "lower explorer.rollout_model.engine_num, or raise cluster.gpu_per_node"
-        trinity.problem("cluster.gpu_per_node", f"{nodes * each} GPU(s)", f"explorers take {used} of them", do)
+        trinity.problem("cluster.gpu_per_node", f"{nodes * per_node} GPU(s)", f"explorers take {used} of them", do)
     address = str(trinity["cluster.ray_address"])
     cluster = {"kind": "ray", "engines": max(1, engines), "ranks": max(1, ranks)}
     return cluster | ({"address": address} if address != "auto" or nodes > 1 else {})

@@ -21,7 +21,6 @@ from trivium.frontdoors.trinity.objects.workflow_api import Task, Workflow
 from trivium.frontdoors.trinity.objects.workflow_model import ModelWrapper, RolledOut
 from trivium.policy import Policy
 from trivium.types import Task as CoreTask
-from trivium.types import Turn
 
 
 class AuxiliaryModel(EndpointConfig):
@@ -73,27 +72,27 @@ class WorkflowOfTrinity:
         self._class, self._reward = _workflow_class(config.workflow), _reward_class(config.reward_fn)
         self._threads = Threads(config.threads, f"the workflow {config.workflow}")
         self._auxiliary = [
-            (each.model, EndpointClient(each, "/chat/completions", what="completions"))
-            for each in config.auxiliary_models
+            (model.model, EndpointClient(model, "/chat/completions", what="completions"))
+            for model in config.auxiliary_models
         ]
 
     async def run(self, task: CoreTask, policy: Policy) -> dict[str, float] | None:
         """Runs the workflow once. Returns the reward, or None if the workflow returns none."""
-        given, rollout_args = self._task(task), {"n": 1, **self.config.rollout_args}
+        trinity_task, rollout_args = self._task(task), {"n": 1, **self.config.rollout_args}
         model = ModelWrapper(policy, rollout_args, asyncio.get_running_loop())
         is_async = self._class.is_async
         judges = [model.client_of(name, client.post, is_async) for name, client in self._auxiliary] or None
         try:
-            workflow = await self._threads.run(partial(self._made, given, model, judges))
+            workflow = await self._threads.run(partial(self._workflow_for, trinity_task, model, judges))
             if workflow.is_async:
-                made = await workflow.run_async()
+                experiences = await workflow.run_async()
             else:
-                made = await self._threads.run(workflow.run)
+                experiences = await self._threads.run(workflow.run)
         finally:
             model.end()
-        return self._recorded(made, policy)
+        return self._recorded(experiences, policy)
 
-    def _made(self, task: Task, model: ModelWrapper, judges: Sequence[Any] | None) -> Workflow:
+    def _workflow_for(self, task: Task, model: ModelWrapper, judges: Sequence[Any] | None) -> Workflow:
         workflow = self._class(task=task, model=model, auxiliary_models=judges)
         workflow.set_repeat_times(1, 0)
         return workflow
@@ -101,6 +100,7 @@ class WorkflowOfTrinity:
     def _task(self, task: CoreTask) -> Task:
         """Returns the row in Trinity-RFT's form: its columns under their own names."""
         config, columns = self.config, {"prompt_key": "prompt", "response_key": "response"} | self.config.format
+        # The workflow adds the system message itself, from `format`.
         messages = [message for message in task.prompt if message.role != "system" or len(task.prompt) == 1]
         alone = len(messages) == 1 and messages[0].role == "user"
         prompt = messages[0].content if alone else [{"role": m.role, "content": m.content} for m in messages]
@@ -122,27 +122,28 @@ class WorkflowOfTrinity:
             task_id=task.task_id,
         )
 
-    def _recorded(self, made: object, policy: Policy) -> dict[str, float] | None:
+    def _recorded(self, experiences: object, policy: Policy) -> dict[str, float] | None:
         """Credits the turns of the returned experiences. Raises RolloutError if the experiences are not the turns."""
         name = self._class.__name__
-        if not isinstance(made, Sequence) or not all(isinstance(each, RolledOut) for each in made):
+        if not isinstance(experiences, Sequence) or not all(isinstance(entry, RolledOut) for entry in experiences):
             raise RolloutError(
-                f"the experiences of {name}", described(made), "return what model.chat returned, with rewards"
+                f"the experiences of {name}", described(experiences), "return what model.chat returned, with rewards"
             )
-        turns: dict[int, float | None] = {id(turn): each.reward for each in made for turn in each.turns}
-        left = [turn for turn in policy.turns if id(turn) not in turns]
-        if left or not made:
+        turns: dict[int, float | None] = {id(turn): entry.reward for entry in experiences for turn in entry.turns}
+        missing = [turn for turn in policy.turns if id(turn) not in turns]
+        if missing or not experiences:
             raise RolloutError(
                 f"the experiences of {name}",
-                f"{len(left)} of {len(policy.turns)} completions are in none of them: {[_short(t) for t in left[:2]]}",
+                f"{len(missing)} of {len(policy.turns)} completions are in none of them: "
+                f"{[turn.text[:60] for turn in missing[:2]]}",
                 "return them too: a rollout is trained on as a whole; a judge is an auxiliary model",
             )
-        for each in made:
-            policy.metrics |= {key: float(value) for key, value in each.metrics.items()}
+        for experience in experiences:
+            policy.metrics |= {key: float(value) for key, value in experience.metrics.items()}
         for turn in policy.turns:
             if (reward := turns[id(turn)]) is not None:
                 policy.credit(turn, reward=reward)
-        return None if made[-1].reward is None else {"reward": made[-1].reward}
+        return None if experiences[-1].reward is None else {"reward": experiences[-1].reward}
 
 
 def _workflow_class(name: str) -> type[Workflow]:
@@ -169,10 +170,7 @@ def _score(name: str, *, response: str, prompt: Any = None, truth: Any = None, *
     for section in REWARDS[name]:
         config: Any = plugin("rewards")(dict(section))
         reward = build("rewards", config)
-        given = {"prompt": str(prompt), "completion": response}
-        scores[config.label] = float(reward(**given) if "Format" in config.kind else reward(**given, answer=truth))
+        arguments = {"prompt": str(prompt), "completion": response}
+        arguments |= {} if "Format" in config.kind else {"answer": truth}
+        scores[config.label] = float(reward(**arguments))
     return scores
-
-
-def _short(turn: Turn) -> str:
-    return turn.text[:60]

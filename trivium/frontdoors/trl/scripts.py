@@ -183,13 +183,13 @@ class _Script:
 
     def _call_behind(self, value: ast.expr, function: str) -> ast.Call | None:
         """Returns the call of a function that a value comes from."""
-        # The loop also visits what it appends; `not in chain` ends it at `x = f(x)`.
         calls = [node for node in self._chain(value) if isinstance(node, ast.Call)]
         return next((call for call in calls if _name(call.func) == function), None)
 
     def _chain(self, value: ast.AST) -> list[ast.AST]:
         """Returns a value and what it comes from: the values of a name, the object of a method or an index."""
         chain = [value]
+        # The loop also visits what it appends; `not in chain` ends it at `x = f(x)`.
         for node in chain:
             match node:
                 case ast.Name(id=name):

@@ -253,7 +253,7 @@ def _options(trl: Settings, kind: str) -> dict[str, float]:
 
 def _advantage(trl: Settings, problems: list[Problem]) -> dict[str, Any]:
     way, scale = trl["multi_objective_aggregation"], trl["scale_rewards"]
-    # TRL also takes booleans, which this key had before it had names.
+    # TRL also takes booleans: true is `group`, false `none`.
     scale = {"None": "group", "True": "group", "False": "none"}.get(str(scale), str(scale))
     ways = ("sum_then_normalize", "normalize_then_sum")
     options: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ _TEXTS = "buffer.trainer_input.experience_buffer"
 
 
 @dataclass(frozen=True)
-class Named:
+class Defaults:
     """The defaults of an algorithm_type, in Trinity-RFT's names."""
 
     advantage: str = "grpo"
@@ -27,32 +27,32 @@ class Named:
     """Whether the algorithm learns from rows, without generating rollouts."""
 
 
-ALGORITHMS: Mapping[str, Named] = {
-    "sft": Named("", "sft", _NONE, _NONE, offline=True),
-    "dpo": Named("", "dpo", offline=True),
-    "ppo": Named("ppo"),
-    "grpo": Named(),
-    "grpo_verl": Named(),
-    "dapo": Named(kl=_NONE),
-    "reinforceplusplus": Named("reinforceplusplus"),
-    "rloo": Named("rloo"),
-    "remax": Named("remax"),
-    "opmd": Named("opmd", "opmd"),
-    "asymre": Named("asymre", "opmd", _NONE, _NONE),
-    "topr": Named("reinforce", "topr"),
-    "cispo": Named(loss="cispo"),
-    "gspo": Named(loss="gspo"),
-    "sapo": Named(loss="sapo"),
-    "m2po": Named(loss="m2po", kl=_NONE),
-    "mix": Named(loss="mix", entropy="mix", sample="mix"),
-    "mix_chord": Named(loss="mix_chord", entropy="mix", sample="mix"),
-    "raft": Named("accept", "reinforce", _NONE, _NONE),
-    "sppo": Named("opmd", "sppo", _NONE, _NONE),
-    "rec": Named("rec", "rec"),
-    "multi_step_grpo": Named("step_wise_grpo"),
-    "gigpo": Named("gigpo"),
-    "on_policy_distill": Named("on_policy_distill", "ppo", _NONE, _NONE),
-    "jsd": Named("jsd", "ppo", _NONE, _NONE),
+ALGORITHMS: Mapping[str, Defaults] = {
+    "sft": Defaults("", "sft", _NONE, _NONE, offline=True),
+    "dpo": Defaults("", "dpo", offline=True),
+    "ppo": Defaults("ppo"),
+    "grpo": Defaults(),
+    "grpo_verl": Defaults(),
+    "dapo": Defaults(kl=_NONE),
+    "reinforceplusplus": Defaults("reinforceplusplus"),
+    "rloo": Defaults("rloo"),
+    "remax": Defaults("remax"),
+    "opmd": Defaults("opmd", "opmd"),
+    "asymre": Defaults("asymre", "opmd", _NONE, _NONE),
+    "topr": Defaults("reinforce", "topr"),
+    "cispo": Defaults(loss="cispo"),
+    "gspo": Defaults(loss="gspo"),
+    "sapo": Defaults(loss="sapo"),
+    "m2po": Defaults(loss="m2po", kl=_NONE),
+    "mix": Defaults(loss="mix", entropy="mix", sample="mix"),
+    "mix_chord": Defaults(loss="mix_chord", entropy="mix", sample="mix"),
+    "raft": Defaults("accept", "reinforce", _NONE, _NONE),
+    "sppo": Defaults("opmd", "sppo", _NONE, _NONE),
+    "rec": Defaults("rec", "rec"),
+    "multi_step_grpo": Defaults("step_wise_grpo"),
+    "gigpo": Defaults("gigpo"),
+    "on_policy_distill": Defaults("on_policy_distill", "ppo", _NONE, _NONE),
+    "jsd": Defaults("jsd", "ppo", _NONE, _NONE),
 }
 
 _STD = {"epsilon": "epsilon", "std_cal_level": "std_level"}
@@ -98,6 +98,7 @@ _LOSSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "cispo": ("cispo", {}),
     "sapo": ("sapo", {"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
     "sppo": ("sppo", {"epsilon": "epsilon"}),
+    # The name of the option differs between versions.
     "m2po": ("m2po", {"m2_threshold": "m2", "m2": "m2"}),
     "importance_sampling": ("importance_sampling", {}),
     "rec": ("rec", {}),
@@ -130,7 +131,7 @@ _COUNTED = (
 _WITHOUT_RATIO = ("opmd", "sft", "sft_is", "sft_phi", "reinforce")
 
 
-def named(trinity: TrinityConfig) -> Named:
+def defaults_of(trinity: TrinityConfig) -> Defaults:
     """Returns the defaults of the algorithm_type. For an unknown name, notes a problem and returns those of grpo."""
     name = trinity.algorithm_type
     if name == "cpt":
@@ -140,23 +141,23 @@ def named(trinity: TrinityConfig) -> Named:
         return ALGORITHMS["sft"]
     if name not in ALGORITHMS:
         trinity.problem("algorithm.algorithm_type", repr(name), "no such algorithm", suggest(name, ALGORITHMS))
-    return ALGORITHMS.get(name, Named())
+    return ALGORITHMS.get(name, Defaults())
 
 
 def algorithm_of(trinity: TrinityConfig) -> dict[str, Any]:
     """Returns the `algorithm` section."""
-    stands = named(trinity)
-    loss = trinity.text("algorithm.policy_loss_fn") or stands.loss
-    if stands.offline:
+    defaults = defaults_of(trinity)
+    loss = trinity.text("algorithm.policy_loss_fn") or defaults.loss
+    if defaults.offline:
         return _dpo(trinity) if loss == "dpo" else _supervised(trinity, loss)
     function = "add_strategy" if trinity.has("algorithm.add_strategy") else "advantage_fn"
-    advantage = trinity.text(f"algorithm.{function}") or stands.advantage
+    advantage = trinity.text(f"algorithm.{function}") or defaults.advantage
     section = _advantage(trinity, advantage, f"algorithm.{function}")
     section = {"kind": "ppo" if advantage == "ppo" else "grpo", **section, **_loss(trinity, loss)}
     section["correction"] = _NONE  # in both, the ratio is against the policy that sampled
     if not trinity["algorithm.bypass_old_logprobs"] and loss not in _WITHOUT_RATIO:
         section["old_log_prob"] = "recompute"
-    section |= _entropy(trinity, stands) | _kl(trinity, stands) | _critic(trinity, advantage)
+    section |= _entropy(trinity, defaults) | _kl(trinity, defaults) | _critic(trinity, advantage)
     return _with_operators(trinity, section) | _teacher(trinity, advantage)
 
 
@@ -166,6 +167,7 @@ def _supervised(trinity: TrinityConfig, loss: str) -> dict[str, Any]:
 
 def _dpo(trinity: TrinityConfig) -> dict[str, Any]:
     """Translates DPO. Trinity-RFT's examples write its strength as the coefficient of a KL."""
+    # The table of losses does not fit: the pair loss is a section of its own.
     args, kl = trinity["algorithm.policy_loss_fn_args"], trinity["algorithm.kl_loss_fn_args"]
     _unknown(trinity, "algorithm.policy_loss_fn_args", args, ("beta", "label_smoothing", "loss_agg_mode"))
     beta, coef = args.get("beta"), kl.get("kl_coef")
@@ -189,25 +191,25 @@ def _options(
     return {to: args[name] for name, to in names.items() if args.get(name) is not None}
 
 
-def _unknown(trinity: TrinityConfig, where: str, args: Mapping[str, Any], known: Iterable[str]) -> None:
+def _unknown(trinity: TrinityConfig, where: str, args: Mapping[str, Any], names: Iterable[str]) -> None:
     for name, value in args.items():
-        if name not in known:
-            trinity.problem(f"{where}.{name}", f"{value!r:.80}", "no such option", suggest(name, known))
+        if name not in names:
+            trinity.problem(f"{where}.{name}", f"{value!r:.80}", "no such option", suggest(name, names))
 
 
-def _of(trinity: TrinityConfig, where: str, name: str, known: Mapping[str, Any]) -> Any:
+def _of(trinity: TrinityConfig, where: str, name: str, table: Mapping[str, Any]) -> Any:
     """Looks a name up in a table; notes a problem for an unknown name. Returns None for a path to a user's function."""
-    if name not in known and ":" not in name:
-        trinity.problem(where, repr(name), "no such function", suggest(name, known) + "; or file.py:name")
-    return known.get(name)
+    if name not in table and ":" not in name:
+        trinity.problem(where, repr(name), "no such function", suggest(name, table) + "; or file.py:name")
+    return table.get(name)
 
 
 def _advantage(trinity: TrinityConfig, name: str, key: str) -> dict[str, Any]:
     where = f"{key}_args"
-    known = _of(trinity, key, name, _ADVANTAGES)
-    if known is None:
+    row = _of(trinity, key, name, _ADVANTAGES)
+    if row is None:
         return {"advantage": {"kind": name, **trinity[where]}}
-    kind, names = known
+    kind, names = row
     gate = _GATES.get(name)
     others = (*_ADVANTAGE_REST, *_GIGPO_KEYS, *(gate[1] if gate else ()))
     options, args = _options(trinity, where, names, others), trinity[where]
@@ -233,15 +235,16 @@ def _advantage(trinity: TrinityConfig, name: str, key: str) -> dict[str, Any]:
 def _loss(trinity: TrinityConfig, name: str) -> dict[str, Any]:
     """Returns the policy loss with its aggregation and the settings that its options require."""
     where = "algorithm.policy_loss_fn_args"
-    known, args = _of(trinity, "algorithm.policy_loss_fn", name, _LOSSES), trinity[where]
+    row, args = _of(trinity, "algorithm.policy_loss_fn", name, _LOSSES), trinity[where]
     aggregate = trinity.text("algorithm.loss_agg_mode") or args.get("loss_agg_mode")
     if aggregate is None:
         per_token = args.get("use_token_level_loss", trinity["algorithm.use_token_level_loss"])
+        # Trinity's default of loss_agg_mode overwrites the one that belongs to gspo, whose ratio is that of a sequence.
         per_sequence = name == "gspo" or not per_token
         aggregate = "seq-mean-token-mean" if per_sequence else "token-mean"
-    if known is None:
+    if row is None:
         return {"policy_loss": {"kind": name, **args}, "aggregate": aggregate}
-    kind, names = known
+    kind, names = row
     special = {
         "ppo": (*_BAND_KEYS, "enable_sequence_masking", "delta_sequence_masking", "fallback_to_policy_gradient"),
         "gspo": _BAND_KEYS,
@@ -256,6 +259,7 @@ def _loss(trinity: TrinityConfig, name: str) -> dict[str, Any]:
     if name == "cispo" and args.get("enable_mask_clip"):
         loss |= {to: args.get(key, default) for (key, to), default in zip(_MASKS.items(), (1.0, 0.28), strict=True)}
     if name == "topr":
+        # The ratio of a sequence is the paper's, that of a token Trinity's.
         loss["level"] = "token"
     if name == "rec":
         loss, aggregate = _rec(trinity, args, aggregate)
@@ -318,13 +322,14 @@ def _rec(trinity: TrinityConfig, args: Mapping[str, Any], aggregate: str) -> tup
     if clip == "ring":
         loss |= {"ring_low": options["epsilon_low_prime"], "ring_high": options["epsilon_high_prime"]}
     if sequence:
+        # This mode ignores loss_agg_mode in Trinity.
         return loss | {"level": "sequence"}, "seq-mean-token-mean"
     return loss, aggregate
 
 
-def _entropy(trinity: TrinityConfig, stands: Named) -> dict[str, Any]:
+def _entropy(trinity: TrinityConfig, defaults: Defaults) -> dict[str, Any]:
     terms = {"default": "exact", "mix": "sampled", _NONE: None}
-    name = trinity.text("algorithm.entropy_loss_fn") or stands.entropy
+    name = trinity.text("algorithm.entropy_loss_fn") or defaults.entropy
     coef = _options(trinity, "algorithm.entropy_loss_fn_args", {"entropy_coef": "coef"}).get("coef", 0.0)
     term = _of(trinity, "algorithm.entropy_loss_fn", name, terms)
     return {"entropy": {"coef": coef, "term": term}} if coef and term else {}
@@ -341,10 +346,10 @@ _ESTIMATORS: Mapping[str, Any] = {
 }
 
 
-def _kl(trinity: TrinityConfig, stands: Named) -> dict[str, Any]:
+def _kl(trinity: TrinityConfig, defaults: Defaults) -> dict[str, Any]:
     """Returns the KL penalty to the reference: part of the loss, or of the reward."""
     penalties: dict[str, dict[str, Any]] = {}
-    for place, key, default in (("loss", "kl_loss_fn", stands.kl), ("reward", "kl_penalty_fn", _NONE)):
+    for place, key, default in (("loss", "kl_loss_fn", defaults.kl), ("reward", "kl_penalty_fn", _NONE)):
         where = f"algorithm.{key}"
         estimator = _of(trinity, where, trinity.text(where) or default, _ESTIMATORS)
         names = {"kl_coef": "coef", "target_kl": "target", "horizon": "horizon"}
@@ -363,7 +368,7 @@ def _kl(trinity: TrinityConfig, stands: Named) -> dict[str, Any]:
         trinity.problem(
             "algorithm.kl_penalty_fn",
             "a KL penalty in the reward",
-            f"kl_loss_fn ({trinity.text('algorithm.kl_loss_fn') or stands.kl}) puts another one into the loss",
+            f"kl_loss_fn ({trinity.text('algorithm.kl_loss_fn') or defaults.kl}) puts another one into the loss",
             "set algorithm.kl_loss_fn: none, or kl_penalty_fn: none",
         )
     return {"kl": next(iter(penalties.values()))} if penalties else {}

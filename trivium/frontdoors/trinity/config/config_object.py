@@ -28,9 +28,9 @@ class Config(dict[str, Any]):
 
     @classmethod
     def _within(cls, values: Mapping[str, Any], section: str) -> Self:
-        made = cls()
-        made._fill(values, section)
-        return made
+        config = cls()
+        config._fill(values, section)
+        return config
 
     def _fill(self, values: Mapping[str, Any], section: str) -> None:
         self._section = section
@@ -40,13 +40,15 @@ class Config(dict[str, Any]):
     @classmethod
     def _wrapped(cls, value: Any, section: str) -> Any:
         if isinstance(value, list):
-            return [cls._within(each, "?.") if isinstance(each, Mapping) else each for each in value]
+            # Items of lists have tables of their own: no key begins with `?`, so an unset one is an AttributeError.
+            return [cls._within(item, "?.") if isinstance(item, Mapping) else item for item in value]
         return cls._within(value, section) if isinstance(value, Mapping) else value
 
     def __getattr__(self, name: str) -> Any:
         """Returns a value. A section that is not set is an empty one, another key has Trinity-RFT's default."""
         if name in self:
             return self[name]
+        # `copy` and `pickle` ask for such names, which must not become sections.
         if name.startswith("_"):
             raise AttributeError(name)
         key = f"{self._section}{name}"

@@ -361,6 +361,7 @@ def _of_trainer_config(key: str, entry: Entry) -> Entry:
     return replace(entry, to=described, convert=None, when={}) if key in _READ else Ignored(_DECIDES)
 
 
+# Trinity ignores, with a warning, the keys here that it owns itself: they are accepted, without effect.
 TRAINER_CONFIG = Table(
     {
         **{

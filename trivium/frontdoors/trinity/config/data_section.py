@@ -54,10 +54,10 @@ def _piped(trinity: TrinityConfig) -> None:
     pipeline = trinity[where] or {}
     if not pipeline.get("operators"):
         return
-    inputs = [given.get("path") if isinstance(given, Mapping) else given for given in pipeline.get("inputs") or ()]
-    read = [trinity.experiences] if trinity.offline else trinity.tasksets
-    if inputs and read and not {str(settings["path"]) for settings in read} & set(map(str, inputs)):
-        path = ", ".join(str(settings["path"]) for settings in read)
+    inputs = [entry.get("path") if isinstance(entry, Mapping) else entry for entry in pipeline.get("inputs") or ()]
+    sources = [trinity.experiences] if trinity.offline else trinity.tasksets
+    if inputs and sources and not {str(settings["path"]) for settings in sources} & set(map(str, inputs)):
+        path = ", ".join(str(settings["path"]) for settings in sources)
         trinity.note(f"{where}: run it with Data-Juicer before the run, which reads the rows that it writes to {path}")
         return
     do = "run it before, and let taskset.path name the rows that it writes"
@@ -100,6 +100,7 @@ def _taskset(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str
     source = {**_source(trinity, settings, where), "prompt": settings["format.prompt_key"], **_images(settings)}
     judge = judged(trinity, settings, where)
     key = settings["format.response_key"]
+    # Task sources read `reward_model.ground_truth` without being told.
     if (settings.has("format.response_key") or judge.reads_answer) and key != "reward_model.ground_truth":
         source["answer"] = key
     system = settings["format.system_prompt"] or trinity[f"{INPUT}.system_prompt"] or judge.system
@@ -140,8 +141,8 @@ def _rows(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, A
     if not settings.has("path") or kind != "file":
         if trinity.is_wrong(f"{where}.path"):
             return {"kind": "jsonl", "path": "rows.jsonl"}
-        found = f"storage_type {kind}, path {settings['path']!r}"
-        trinity.problem(where, "rows to learn from", found, "name a file: storage_type: file, path: ...")
+        cause = f"storage_type {kind}, path {settings['path']!r}"
+        trinity.problem(where, "rows to learn from", cause, "name a file: storage_type: file, path: ...")
         return {"kind": "jsonl", "path": "rows.jsonl"}
     source, prompt_type = _source(trinity, settings, where), str(settings["format.prompt_type"]).lower()
     source |= _images(settings)
@@ -152,6 +153,7 @@ def _rows(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, A
     if trinity.algorithm_type == "dpo":
         key = "format.messages_key" if prompt_type == "messages" else "format.prompt_key"
         return {**source, "prompt": settings[key], **system}
+    # The last message of the conversation is the completion.
     if prompt_type == "messages":
         return {**source, "prompt": settings["format.messages_key"], "completion": settings["format.messages_key"]}
     columns = {"prompt": settings["format.prompt_key"], "completion": settings["format.response_key"]}
@@ -181,7 +183,7 @@ def buffer_of(trinity: TrinityConfig) -> dict[str, Any]:
     if kind not in ("queue", "sql", "file"):
         trinity.problem(f"{_BUFFER}.storage_type", repr(kind), "no such storage", "use queue, sql or file")
     if kind == "file" and trinity.mode in ("train", "explore"):
-        do = "use storage_type queue or sql; buffer.kind recorded trains on the rollouts of an earlier run"
+        do = "use storage_type queue or sql"
         trinity.problem(f"{_BUFFER}.storage_type", "file", f"mode {trinity.mode!r} exchanges groups", do)
     shared = trinity.mode in ("explore", "train", "serve") or kind == "sql"
     section: dict[str, Any] = {"kind": "sql", "url": _url(trinity, path)} if shared else {"kind": "memory"}
@@ -195,6 +197,7 @@ def _url(trinity: TrinityConfig, path: str) -> str:
     if path.startswith("mysql"):
         do = "use sqlite:///file.db or postgresql://user@host/name"
         trinity.problem(f"{_BUFFER}.path", path, "MySQL is not supported", do)
+    # Explorers and trainer may start in different folders, and must find one file.
     file = path.removeprefix("sqlite:///")
     return f"sqlite:///{Path(file).expanduser().resolve()}" if file != path else path
 
@@ -238,6 +241,7 @@ _PRIORITIES = ("linear_decay", "decay_limit_randomization")
 def _replay(trinity: TrinityConfig) -> dict[str, Any]:
     settings, new = trinity.experiences, "replay_buffer."
     old = settings["use_priority_queue"]
+    # Versions before 0.4 have the keys without the section.
     cooldown = settings["reuse_cooldown_time" if old else f"{new}reuse_cooldown_time"]
     if not (old or settings[f"{new}enable"]) or cooldown is None:
         return {}
@@ -281,6 +285,7 @@ def _operators(trinity: TrinityConfig) -> dict[str, Any]:
         elif name in ("reward_filter", "reward_std_filter"):
             operators.append({"kind": name, **args})
         elif name == "dapo_dynamic_sampling":
+            # DAPO's sampling leaves out groups whose rewards are all equal.
             operators.append({"kind": "reward_std_filter", "component": args.get("metric_key", "accuracy")})
         elif name == "reward_shaping_mapper":
             operators += map(_shaped, args.get("reward_shaping_configs", ()))
@@ -359,10 +364,10 @@ def sampling_of(trinity: TrinityConfig, settings: Settings | None) -> dict[str, 
     """Returns the sampling settings of a taskset."""
     model = "explorer.rollout_model"
     names = ("temperature", "top_p", "top_k", "max_tokens")
-    own = {name: settings[f"rollout_args.{name}"] for name in names} if settings else {}
-    sampling: dict[str, Any] = {"max_new_tokens": own.pop("max_tokens", None) or _max_tokens(trinity)[1]}
+    rollout_args = {name: settings[f"rollout_args.{name}"] for name in names} if settings else {}
+    sampling: dict[str, Any] = {"max_new_tokens": rollout_args.pop("max_tokens", None) or _max_tokens(trinity)[1]}
     for name in ("temperature", "top_p", "top_k"):
-        value = own.get(name)
+        value = rollout_args.get(name)
         if value is None or (name == "top_k" and value == -1):
             value = trinity.first(f"{model}.{name}", f"model.{name}")
         sampling[name] = max(0, value) if name == "top_k" else value
@@ -386,9 +391,10 @@ def _max_tokens(trinity: TrinityConfig) -> tuple[int, int]:
         return 2048, 1024
     whole = prompt + response if whole is None else whole
     if prompt is not None and response is not None and prompt + response > whole:
-        found = f"{prompt} + {response} is more than max_model_len {whole}"
-        trinity.problem("model.max_prompt_tokens", "room for prompt and completion", found, "correct one of them")
+        cause = f"{prompt} + {response} is more than max_model_len {whole}"
+        trinity.problem("model.max_prompt_tokens", "room for prompt and completion", cause, "correct one of them")
     if response is None:
+        # Trinity gives half to each, if neither of the two is set.
         response = whole // 2 + whole % 2 if prompt is None else whole - min(prompt, whole - 1)
     return whole, min(response, whole - 1) if prompt is None else response
 
@@ -413,9 +419,11 @@ def evaluation_of(trinity: TrinityConfig, interval: int) -> dict[str, Any] | Non
             f"{where}: evaluated when the trainer says so: its file names the same, and the same explorer.eval_interval"
         )
     number, every = max(samples), trinity["explorer.eval_interval"]
+    # pass@k of each power of two, and of all samples.
     powers = [2**power for power in range(number.bit_length())]
     return {
         "taskset": EVALUATED,
+        # Trinity rounds down to the versions that explorers get, too.
         "every": every if every % interval == 0 else max(every // interval, 1) * interval,
         "samples": number,
         "k": sorted({*powers, number}),

@@ -53,7 +53,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class _Named:
+class _Taskset:
     """A taskset whose workflow is translated, and what the config says about it."""
 
     trinity: TrinityConfig
@@ -64,8 +64,8 @@ class _Named:
     reward: str
     """The name of the reward function; empty if there is none."""
 
-    def problem(self, key: str, asked: str, found: str, do: str) -> None:
-        self.trinity.problem(f"{self.where}.{key}", asked, found, do)
+    def problem(self, key: str, wanted: str, cause: str, do: str) -> None:
+        self.trinity.problem(f"{self.where}.{key}", wanted, cause, do)
 
     def rewards(self) -> tuple[Mapping[str, Any], ...]:
         """Returns the rewards that replace the reward function."""
@@ -74,8 +74,8 @@ class _Named:
             return ()
         if self.reward in REWARDS:
             for key, value in args.items():
-                found = f"{self.reward} has no such option"
-                self.problem(f"reward_fn_args.{key}", f"{value!r:.80}", found, "leave it out")
+                cause = f"{self.reward} has no such option"
+                self.problem(f"reward_fn_args.{key}", f"{value!r:.80}", cause, "leave it out")
             return REWARDS[self.reward]
         path, is_refused = path_of(self.reward), self.reward in REFUSED_REWARDS
         if path is not None or (not is_refused and self.trinity.is_plugin(self.reward, [*REWARDS])):
@@ -97,13 +97,13 @@ class _Named:
 _OVERLONG = ("enable_overlong_penalty", "penalty_factor", "max_response_length", "cache_length")
 
 
-def _math(taskset: _Named) -> Judged:
-    own = taskset.reward in ("", "math_reward")
+def _math(taskset: _Taskset) -> Judged:
+    is_default = taskset.reward in ("", "math_reward")
     rewards = taskset.rewards() or REWARDS["math_reward"]
-    return Judged(rewards, system=_THINK if own else None, shaping=taskset.overlong())
+    return Judged(rewards, system=_THINK if is_default else None, shaping=taskset.overlong())
 
 
-def _boxed(taskset: _Named) -> Judged:
+def _boxed(taskset: _Taskset) -> Judged:
     """Translates math_boxed_workflow, which excludes truncated completions from the loss."""
     args, rewards = taskset.settings["workflow_args"], taskset.rewards()
     thinks = bool(args.get("with_think"))
@@ -119,7 +119,7 @@ def _boxed(taskset: _Named) -> Judged:
     )
 
 
-def _rubric(taskset: _Named) -> Judged:
+def _rubric(taskset: _Taskset) -> Judged:
     """Translates rubric_judge_workflow, which asks an auxiliary model behind an endpoint."""
     if not any(model.has("model_path") for model in taskset.trinity.auxiliary_models):
         do = "name it in explorer.auxiliary_models: [{model_path: ...}]"
@@ -130,7 +130,7 @@ def _rubric(taskset: _Named) -> Judged:
     return Judged(({**judge, **first},), asks_models=True)
 
 
-def _frozen_lake(taskset: _Named) -> Judged:
+def _frozen_lake(taskset: _Taskset) -> Judged:
     args = taskset.settings["workflow_args"]
     workflow = {
         "kind": "multi_turn",
@@ -144,7 +144,7 @@ def _frozen_lake(taskset: _Named) -> Judged:
     return Judged((), workflow, reads_answer=False, needs_prompt=False)
 
 
-_BY_NAME: Mapping[str, Callable[[_Named], Judged]] = {
+_BY_NAME: Mapping[str, Callable[[_Taskset], Judged]] = {
     "math_workflow": _math,
     "on_policy_distill_math_workflow": _math,
     "math_boxed_workflow": _boxed,
@@ -221,7 +221,7 @@ def judged(trinity: TrinityConfig, settings: Settings, where: str) -> Judged:
     )
     name = next((kind for kind in [*kinds, trinity[f"{INPUT}.default_workflow_type"]] if kind), None)
     reward_fn = settings["default_reward_fn_type"] or trinity[f"{INPUT}.default_reward_fn_type"]
-    taskset = _Named(trinity, settings, where, str(name), str(reward_fn or ""))
+    taskset = _Taskset(trinity, settings, where, str(name), str(reward_fn or ""))
     if name is None:
         do = "set default_workflow_type, math_workflow for example"
         taskset.problem("default_workflow_type", "a workflow", "nothing names one", do)
@@ -236,13 +236,14 @@ def judged(trinity: TrinityConfig, settings: Settings, where: str) -> Judged:
     return Judged()
 
 
-def _of_user(taskset: _Named) -> Judged:
+def _of_user(taskset: _Taskset) -> Judged:
     """Translates a workflow of the user: a class of Trivium's form, or of Trinity-RFT's."""
     settings, path = taskset.settings, path_of(taskset.name)
     if path is not None and _is_of_trivium(path):
         return Judged(taskset.rewards(), {"kind": path, **settings["workflow_args"]}, reads_answer=bool(taskset.reward))
-    own = ("temperature", "top_p", "top_k", "max_tokens")
-    rollout_args = {name: settings[f"rollout_args.{name}"] for name in own if settings.has(f"rollout_args.{name}")}
+    sampling_keys = ("temperature", "top_p", "top_k", "max_tokens")
+    names = [name for name in sampling_keys if settings.has(f"rollout_args.{name}")]
+    rollout_args = {name: settings[f"rollout_args.{name}"] for name in names}
     keys = ("prompt_key", "response_key", "system_prompt")
     rewards = taskset.reward and (path_of(taskset.reward) or taskset.reward)
     section: dict[str, Any] = {
@@ -266,6 +267,7 @@ def _of_user(taskset: _Named) -> Judged:
 
 def _is_of_trivium(path: str) -> bool:
     """Whether a class can be imported here and is not derived from the Workflow of this API."""
+    # It imports torch, which the other configs are translated without.
     from trivium.frontdoors.trinity.objects.workflow_api import Workflow
 
     try:

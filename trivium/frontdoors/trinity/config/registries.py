@@ -86,6 +86,8 @@ def load_plugins(folders: str) -> None:
             spec = importlib.util.spec_from_file_location(file.stem, file)
             if file.stem in sys.modules or spec is None or spec.loader is None:
                 continue
+            # Before the module runs, as in an import: dataclasses and pickle look a class up there. The file stays
+            # where it is; Trinity copies it into its package, where equal names of two users clash (its issue 243).
             module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
 

@@ -41,14 +41,14 @@ class TrinityConfig:
         """The values of trainer.trainer_config."""
         explorer_input, one = "buffer.explorer_input", self["buffer.explorer_input.taskset"]
         several = self[f"{explorer_input}.tasksets"]
-        read = self._read_items(TASKSET, several, f"{explorer_input}.tasksets")
-        read += [self._read(TASKSET, one, f"{explorer_input}.taskset")] if one else []
-        self.tasksets = [taskset for taskset in read if _has_path(taskset)]
+        tasksets = self._read_items(TASKSET, several, f"{explorer_input}.tasksets")
+        tasksets += [self._read(TASKSET, one, f"{explorer_input}.taskset")] if one else []
+        self.tasksets = [taskset for taskset in tasksets if _has_path(taskset)]
         evaluated = self._read_items(
             TASKSET, self[f"{explorer_input}.eval_tasksets"], f"{explorer_input}.eval_tasksets"
         )
         self.eval_tasksets = [taskset for taskset in evaluated if _has_path(taskset)]
-        if one and several and _has_path(read[-1]):
+        if one and several and _has_path(tasksets[-1]):
             self.problem(f"{explorer_input}.taskset", "one taskset", "tasksets lists others", "set one of the two keys")
         experiences = self["buffer.trainer_input.experience_buffer"] or {}
         self.experiences = self._read(EXPERIENCE_BUFFER, experiences, "buffer.trainer_input.experience_buffer")
@@ -83,27 +83,29 @@ class TrinityConfig:
         """Returns the RunConfig fragment of the rows of the tables that have a path."""
         context = {"mode": self.mode, "learning from rows": self.offline}
         tables = [self.trainer, *([self.lora] if self.lora else []), self._top]
+        # Trinity keeps every checkpoint by default; the core's default is a number.
         return reduce(merged, (table.mapped(**context) for table in tables), {"checkpoint": {"keep": _KEEP_ALL}})
 
     def first(self, *keys: str) -> Any:
         """Returns the value of the first of these keys that is set, else the first default."""
         return self._top.first(*keys)
 
-    def problem(self, where: str, asked: str, found: str, do: str) -> None:
+    def problem(self, where: str, wanted: str, cause: str, do: str) -> None:
         """Notes a problem. All problems are reported at once."""
-        self.problems.append(Problem(where, asked, found, do))
+        self.problems.append(Problem(where, wanted, cause, do))
 
     def is_wrong(self, key: str) -> bool:
         """Whether a problem of this key is known."""
         return any(problem.where == key for problem in self.problems)
 
-    def is_plugin(self, name: str, known: Sequence[str]) -> bool:
+    def is_plugin(self, name: str, names: Sequence[str]) -> bool:
         """Whether a module of the user registers a name: the modules are named, or it does not look like a misspelling
         of a known name."""
         words = name.split("_")
-        adds_words = any(set(other.split("_")) < set(words) for other in known)
-        alike = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-        alike += difflib.get_close_matches(_core(name), {_core(other) for other in known}, n=1, cutoff=0.75)
+        # A known name with further words is a variant of the user's, not a misspelling.
+        adds_words = any(set(other.split("_")) < set(words) for other in names)
+        alike = difflib.get_close_matches(name, names, n=1, cutoff=0.9)
+        alike += difflib.get_close_matches(_core(name), {_core(other) for other in names}, n=1, cutoff=0.75)
         return bool(os.environ.get(PLUGIN_DIRS)) or adds_words or not alike
 
     def endpoints(self) -> list[dict[str, Any]]:
@@ -139,6 +141,7 @@ class TrinityConfig:
             if not isinstance(stage, Mapping):
                 self.problem(f"stages[{number}]", repr(stage), "not a section", "write stage_name, algorithm, ...")
                 continue
+            # The sections of a stage replace those of the config; Trinity does not merge them either.
             sections = {str(key): value for key, value in stage.items() if value is not None}
             yield str(sections.pop("stage_name", number)), {**whole, **sections}
 
@@ -284,6 +287,7 @@ def _batches(trinity: TrinityConfig) -> Batches:
     if mixes(trinity):
         whole = experiences or tasks * size
         ratio = trinity["algorithm.sample_strategy_args"].get("expert_data_ratio", 0.5)
+        # 0.1 * 30 is 3.0000000000000004 in binary, whose ceiling is 4.
         expert = math.ceil(round(float(ratio) * whole, 9))
         experiences = whole
     fresh, rest = divmod((experiences or tasks * size) - expert, size)

@@ -74,14 +74,14 @@ class WrappedEngine(TrainEngine):
     def train_on_batch(self, batch: Experiences | list[Experience]) -> tuple[bool, Metrics]:
         """Calls the wrapper's `train_step`. Returns (whether to continue, metrics). Blocks."""
         verb = self.wrapper.train_step
-        given = list(batch) if takes_list(verb) or isinstance(batch, list) else batch
-        return step_result(self.wrapper, self.calls(verb, given))
+        argument = list(batch) if takes_list(verb) or isinstance(batch, list) else batch
+        return step_result(self.wrapper, self.calls(verb, argument))
 
     def experiences(self, groups: Sequence[Group]) -> tuple[Experiences, Metrics]:
         """Returns the input of the wrapper's `train_step` for these groups. A user's engine gets advantages unless the
         estimator reads scores of a model; the built-in engine computes its own."""
-        kept, metrics = self.algorithm.filter(groups)
-        batch = self.algorithm.batch(kept)
+        remaining, metrics = self.algorithm.filter(groups)
+        batch = self.algorithm.batch(remaining)
         if self.built_in is None and not self._run.algorithm.advantage_needs:
             batch, of_advantages = self.algorithm.advantages(batch)
             metrics = {**metrics, **of_advantages}
@@ -172,14 +172,15 @@ class _OwnersSaver(BackgroundSaver):
         self._trainer = trainer
 
     async def save(self, step: int, state: Mapping[str, Any], write_more: Callable[[Path], None]) -> None:
-        self.step, self._trainer.given = step, RunState(state, write_more)
+        self.step, self._trainer.pending_state = step, RunState(state, write_more)
         try:
+            # In a thread: the method is the user's, and may block.
             await asyncio.to_thread(self._trainer.owner.save_checkpoint, not self.asynchronous)
         except Exception:
             self.failed = True
             raise
         finally:
-            self._trainer.given = None
+            self._trainer.pending_state = None
 
     async def wait(self) -> None:
         built_in = self._trainer.wrapped.built_in
@@ -201,7 +202,7 @@ class CoreTrainer(core.Trainer):
         # The owner's methods for weights are called without explorers, too.
         self.publisher.keeps_versions = not self.synchronizer.collective
         self.saver = _OwnersSaver(self)
-        self.given: RunState | None = None
+        self.pending_state: RunState | None = None
         """The state to store with the save in progress."""
         self._is_started = False
         self._moving: Mapping[str, Any] = {}
@@ -247,7 +248,7 @@ class CoreTrainer(core.Trainer):
 
     def run_state(self) -> RunState:
         """Returns the content of this step's checkpoint beside the engine's."""
-        return self.given or RunState(*self._contents(self._moving))
+        return self.pending_state or RunState(*self._contents(self._moving))
 
     @property
     def examples(self) -> list[dict[str, Any]]:

@@ -51,8 +51,8 @@ class Experience(types.Experience):
     @classmethod
     def of(cls, experience: types.Experience, **columns: AnyArray) -> Experience:
         """Returns the experience with these columns, one number per token each."""
-        own = {field.name: getattr(experience, field.name) for field in fields(experience)}
-        return cls(**{**own, "extra": {**experience.extra, **columns}})
+        values = {field.name: getattr(experience, field.name) for field in fields(experience)}
+        return cls(**{**values, "extra": {**experience.extra, **columns}})
 
     @property
     def eid(self) -> EID:
@@ -83,6 +83,7 @@ class Experience(types.Experience):
         return self._response(self.extra["returns"]) if "returns" in self.extra else None
 
     def _response(self, array: AnyArray) -> Tensor:
+        # A copy, because recorded arrays are read-only, and torch has no such tensors.
         return torch.from_numpy(array[self.prompt_length :].copy())
 
 
@@ -200,8 +201,8 @@ class Experiences(Sequence[Experience]):
 
     def _both(self, arrays: Sequence[AnyArray], filler: int, dtype: torch.dtype) -> Tensor:
         prompts = [array[:prompt] for array, prompt in zip(arrays, self._prompts, strict=True)]
-        left = _padded(prompts, filler, dtype, lambda width, length: width - length)
-        return torch.cat([left, self._responses(arrays, dtype, filler)], dim=1)
+        padded_prompts = _padded(prompts, filler, dtype, lambda width, length: width - length)
+        return torch.cat([padded_prompts, self._responses(arrays, dtype, filler)], dim=1)
 
     def _responses(self, arrays: Sequence[AnyArray], dtype: torch.dtype, filler: int = 0) -> Tensor:
         responses = [array[prompt:] for array, prompt in zip(arrays, self._prompts, strict=True)]
@@ -227,13 +228,13 @@ def batch_of(experiences: object) -> Batch:
     for anything else."""
     if isinstance(experiences, Experiences):
         return experiences.batch
-    given = experiences if isinstance(experiences, list | tuple) else (experiences,)
-    rows = tuple(each for each in given if isinstance(each, types.Experience))
-    if len(rows) < len(given):
-        wrong = next(type(each).__name__ for each in given if not isinstance(each, types.Experience))
+    entries = experiences if isinstance(experiences, list | tuple) else (experiences,)
+    rows = tuple(entry for entry in entries if isinstance(entry, types.Experience))
+    if len(rows) < len(entries):
+        wrong = next(type(entry).__name__ for entry in entries if not isinstance(entry, types.Experience))
         raise DataError(
             "Experiences, or a list of Experience",
-            f"a {wrong}" + (" in a list" if given is experiences else ""),
+            f"a {wrong}" + (" in a list" if entries is experiences else ""),
             "pass what the sample strategy returned, or Experiences.gather_experiences([...])",
         )
     columns = {name: tuple(e.extra[name] for e in rows) for name in _OF_ALGORITHM if all(name in e.extra for e in rows)}

@@ -99,6 +99,6 @@ def strategy_of(config: object, trainer: CoreTrainer) -> Any:
     of_user = isinstance(target, type) and issubclass(target, SampleStrategy)
     if not of_user or target is DefaultSampleStrategy:
         return SampleStrategyView(trainer)
-    made = target(buffer_config=Config.of(trinity.plain).buffer, **trinity["algorithm.sample_strategy_args"])
-    made.exp_buffer = ExperienceReader(trainer)
-    return made
+    strategy = target(buffer_config=Config.of(trinity.plain).buffer, **trinity["algorithm.sample_strategy_args"])
+    strategy.exp_buffer = ExperienceReader(trainer)
+    return strategy

@@ -80,6 +80,7 @@ class EngineCalls:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="train-engine", daemon=True)
             self._thread.start()
+        # It takes coroutines alone, and a user's engine may return any awaitable.
         return asyncio.run_coroutine_threadsafe(_awaited(answer), self._loop).result()
 
     def close(self) -> None:
@@ -99,6 +100,7 @@ def takes_list(method: Callable[..., Any]) -> bool:
     """Whether the first parameter of an engine's `train_step` is annotated as a list."""
     first = next(iter(inspect.signature(method).parameters.values()), None)
     annotation = "" if first is None or first.annotation is first.empty else first.annotation
+    # With `from __future__ import annotations`, an annotation is text.
     text = annotation if isinstance(annotation, str) else repr(annotation)
     return annotation is list or re.match(r"(\w+\.)*(list|List|Sequence)\b", text) is not None
 

@@ -98,7 +98,7 @@ class Trainer:
             self.engine.run = run
         buffer = build_buffer(run.stage, build_schedule(run.stage))
         self._endpoints = Endpoints(buffer, run.synchronizer, run.channel)
-        made = build_trainer(
+        trainer = build_trainer(
             run.stage,
             self._endpoints,
             run.store,
@@ -108,7 +108,7 @@ class Trainer:
             lambda stage, algorithm, channel: WrappedEngine(self.engine, run, sync_method),
             partial(CoreTrainer, owner=self),
         )
-        return cast(CoreTrainer, made)
+        return cast(CoreTrainer, trainer)
 
     # ------------------------------------------------------------------ training
 
@@ -133,10 +133,12 @@ class Trainer:
                 ranks = self._run.ranks
                 await run_loops(parts if ranks is None else replace(parts, watch=ranks.actors.watch))
         except BaseExceptionGroup as group:
+            # Trinity logs the error and returns as if the training had finished.
             raise first_cause(group) from group
         finally:
             self._has_ended, self.train_continue = True, False
             self._run.synchronizer.set_trainer_status(RunningStatus.STOPPED)
+            # After the status: a command that waits for the directory finds the trainer STOPPED.
             self._directory.close()
         return self.name
 

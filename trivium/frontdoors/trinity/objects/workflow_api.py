@@ -148,13 +148,13 @@ class SimpleWorkflow(Workflow):
         )
         self.system_prompt = getattr(task.format_args, "system_prompt", None)
         self.task_desc, self.truth, self.is_eval = task.task_desc, task.truth, task.is_eval
-        made = task.reward_fn
-        self.reward_fn = made(**self.reward_fn_args) if isinstance(made, type) else made
+        reward_fn = task.reward_fn
+        self.reward_fn = reward_fn(**self.reward_fn_args) if isinstance(reward_fn, type) else reward_fn
 
     def format_messages(self) -> list[dict[str, Any]]:
         """Returns the conversation before the completion."""
-        given = self.task_desc
-        messages = list(given) if isinstance(given, list) else [{"role": "user", "content": given}]
+        prompt = self.task_desc
+        messages = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         return [*([{"role": "system", "content": self.system_prompt}] if self.system_prompt else []), *messages]
 
     def run(self) -> Sequence[RolledOut]:
@@ -190,21 +190,21 @@ class StepWiseRewardWorkflow(Workflow, ABC):
 
     def run(self) -> Sequence[RolledOut]:
         experiences: list[RolledOut] = []
-        for number, made in self._steps():
-            reward = self.reward(made, step_num=number)
-            for experience in made:
+        for number, of_step in self._steps():
+            reward = self.reward(of_step, step_num=number)
+            for experience in of_step:
                 experience.reward = reward
-            experiences += made
+            experiences += of_step
         return experiences
 
     def _steps(self) -> Iterator[tuple[int, list[RolledOut]]]:
         """Takes the steps. Yields the number and the experiences of each."""
         for number in range(self.max_step_num):
             goes_on = self.step(step_num=number)
-            made = self.model.extract_experience_from_history()
-            for experience in made:
+            experiences = self.model.extract_experience_from_history()
+            for experience in experiences:
                 experience.eid.step = number
-            yield number, made
+            yield number, experiences
             if not goes_on:
                 return
 
@@ -226,7 +226,7 @@ class RewardPropagationWorkflow(StepWiseRewardWorkflow):
     """A workflow of several steps that have the reward of the last one."""
 
     def run(self) -> Sequence[RolledOut]:
-        experiences = [experience for _, made in self._steps() for experience in made]
+        experiences = [experience for _, of_step in self._steps() for experience in of_step]
         reward = self.reward(experiences)
         for experience in experiences:
             experience.reward = reward

@@ -86,11 +86,11 @@ class ModelWrapper:
         conversation = conversation_of(messages, kwargs.pop("tools", None))
         longest = kwargs.pop("max_tokens", None) or kwargs.pop("max_completion_tokens", None)
         for name, value in kwargs.items():
-            known = self._sampled_with.get(name, 1 if name == "n" else value if name in _IGNORED else None)
-            if value is not None and value != known:
+            configured = self._sampled_with.get(name, 1 if name == "n" else value if name in _IGNORED else None)
+            if value is not None and value != configured:
                 raise RolloutError(
                     f"a completion with {name}={value!r:.80}",
-                    f"the config samples with {name}={known!r}, one completion for each call",
+                    f"the config samples with {name}={configured!r}, one completion for each call",
                     f"leave it out, or set {name} in rollout_args of the taskset",
                 )
         turn = await self._policy.generate(conversation, max_new_tokens=longest)
@@ -123,9 +123,9 @@ class ModelWrapper:
         """
         conversation = conversation_of(messages)
         written = [message.content for message in conversation if message.role == "assistant"]
-        turns, left = list[Turn](), list(self._policy.turns)
+        turns, remaining = list[Turn](), list(self._policy.turns)
         for text in written:
-            turn = next((turn for turn in left if turn.text == text), None)
+            turn = next((turn for turn in remaining if turn.text == text), None)
             if turn is None:
                 raise RolloutError(
                     "an experience of a conversation",
@@ -133,17 +133,18 @@ class ModelWrapper:
                     "pass the completions as they are, or let examples be messages of the user",
                 )
             turns.append(turn)
-            left = left[left.index(turn) + 1 :]
+            # A text that the policy wrote twice is the next turn with it.
+            remaining = remaining[remaining.index(turn) + 1 :]
         if not turns:
             raise RolloutError("an experience of a conversation", "it has no completion", "call model.chat first")
         return RolledOut(tuple(turns), conversation)
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[RolledOut]:
         """Returns the experiences of all completions since the last call."""
-        made = list(self.history)
+        experiences = list(self.history)
         if clear_history:
             self.history.clear()
-        return made
+        return experiences
 
     # ------------------------------------------------------------------ OpenAI's client
 
@@ -168,9 +169,9 @@ class ModelWrapper:
         return _client(created if is_async else lambda **request: self._block(created(**request)), model)
 
     async def _created(self, *, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any:
-        (made,) = await self.chat_async(messages, **kwargs)
-        turn, reason = made.turns[0], "length" if made.truncate_status else "stop"
-        message = SimpleNamespace(role="assistant", content=made.response_text, tool_calls=None)
+        (experience,) = await self.chat_async(messages, **kwargs)
+        turn, reason = experience.turns[0], "length" if experience.truncate_status else "stop"
+        message = SimpleNamespace(role="assistant", content=experience.response_text, tool_calls=None)
         usage = SimpleNamespace(prompt_tokens=len(turn.prompt_tokens), completion_tokens=len(turn.tokens))
         choice = SimpleNamespace(index=0, message=message, finish_reason=reason)
         return SimpleNamespace(choices=[choice], usage=usage, model="policy", object="chat.completion")

@@ -256,7 +256,7 @@ _KEYS: dict[str, Entry] = {
     "global_profiler": Ignored("the phases of every step are timed"),
     "transfer_queue": Ignored("not needed: workers receive their rows directly from the driver"),
     **under("distillation", DISTILLATION),
-    "skip": Restricted((None,), "use buffer.kind recorded in a RunConfig"),
+    "skip": Restricted((None,), "rollouts of another run are not trained on: leave it out"),
 }
 
 _UNSUPPORTED = {"verl_megatron": "Megatron", "megatron": "Megatron"}

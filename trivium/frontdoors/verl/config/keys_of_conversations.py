@@ -36,8 +36,10 @@ CONVERSATIONS: dict[str, Entry] = {
     ),
     "multi_turn.completion_callback": Restricted((None,), "write an environment, and use workflow.kind multi_turn"),
     "chat_scheduler": Restricted((None,), "write an environment, and use workflow.kind multi_turn"),
-    "agent.agent_loop_config_path": Mapped("a YAML list of agent loops by name; each becomes a workflow", type=Path),
-    "agent.default_agent_loop": Mapped("single_turn_agent, tool_agent, or a name in that list", "single_turn_agent"),
+    "agent.agent_loop_config_path": Mapped(
+        "must be unset: an agent loop of your own is a workflow in a RunConfig", type=Path
+    ),
+    "agent.default_agent_loop": Mapped("single_turn_agent or tool_agent", "single_turn_agent"),
     "agent.agent_loop_manager_class": Restricted((None,), "use a RunConfig with workflow.kind"),
     "agent.custom_async_server": Restricted((None,), _SERVER),
     "agent": Ignored("all rollouts of a batch are requested at once"),

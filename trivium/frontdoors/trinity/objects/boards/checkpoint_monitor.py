@@ -124,6 +124,7 @@ class CheckpointMonitor:
         path = Path(self.default_local_dir) / self.LATEST[kind]
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
+            # Saves may complete in any order: in Trinity, step 7 before step 6 is an AssertionError.
             if not path.exists() or step > self._noted(kind):
                 atomic_write(path, f"{step}\n")
 
@@ -172,6 +173,8 @@ class CheckpointMonitor:
             while not self._change(lambda state: state.admit(ticket)):
                 await self._wait(lambda state: state.may_write(ticket), f"the saver {name}", "its turn")
         except BaseException:
+            # A saver that is cancelled in the queue must not keep its place: in Trinity, all later saves wait for one
+            # that crashed.
             self._change(lambda state: state.savers.pop(ticket, None))
             raise
         return ticket
@@ -191,6 +194,7 @@ class CheckpointMonitor:
         for kind in kinds:
             update = self.update_latest_state_dict_step if kind == STATE_DICT else self.update_latest_checkpoint_step
             try:
+                # In a thread: the lock of the file may be held by another process.
                 await asyncio.to_thread(update, step)
             except BaseException:
                 self._change(lambda state: state.give_up(step))
@@ -200,7 +204,7 @@ class CheckpointMonitor:
             local = Path(self.default_local_dir)
             steps = complete_steps(local, store.CHECKPOINT)
             try:
-                await self._remote.copy_missing([local / folder_name(store.CHECKPOINT, each) for each in steps])
+                await self._remote.copy_missing([local / folder_name(store.CHECKPOINT, complete) for complete in steps])
             except RunDirError as error:
                 _log.error("%s", error)  # savers continue: the next complete save copies again
 
@@ -211,12 +215,12 @@ class CheckpointMonitor:
         self._changes.write(lambda values: {"number": values.get("number", 0) + 1})
         return result
 
-    async def _wait(self, done: Callable[[SaveState], bool], who: str, whom: str) -> None:
+    async def _wait(self, condition: Callable[[SaveState], bool], who: str, whom: str) -> None:
         """Waits until `done` holds. Any change among the savers counts as progress."""
 
         def is_done(_: Values) -> bool:
             with self._lock:
-                return done(self._state)
+                return condition(self._state)
 
         def described() -> str:
             with self._lock:

@@ -78,4 +78,5 @@ def end_actor(actor: Any, name: str, namespace: str) -> None:
             ray.get_actor(name, namespace=namespace)
         except ValueError:
             return
+        # Ray announces no name that becomes free.
         time.sleep(_ENDS_S / 1000)

@@ -71,6 +71,7 @@ class RunSynchronizer(core.Synchronizer):
         def change(values: Values) -> Values:
             explorers = _explorers(values)
             if old_status is None:
+                # No process of the run ends such an explorer, so nothing of it is left to reap.
                 entry = {"status": status.value, "version": None, _ANONYMOUS: True, "reaped": True}
                 return with_explorer(values, f"anonymous-{len(explorers)}", **entry)
             old = RunningStatus(old_status).value
@@ -145,6 +146,7 @@ class RunSynchronizer(core.Synchronizer):
         try:
             yield
         except BaseException:
+            # Trinity leaves REQUIRE_SYNC after a timeout, and the next call fails on it.
             self._explorer(name, status=before)
             raise
         self._explorer(name, status=RunningStatus.RUNNING.value)
@@ -182,6 +184,7 @@ class RunSynchronizer(core.Synchronizer):
 
         def count(values: Values) -> Values:
             shards = dict(values.get(_SHARDS, {}))
+            # In place: the board may call `count` again, if another process has written meanwhile.
             counted[:] = [shards.pop(str(step), 0) + 1]
             return {**values, _SHARDS: {**shards, str(step): counted[0]} if counted[0] < (world_size or 1) else shards}
 
@@ -228,6 +231,7 @@ class RunSynchronizer(core.Synchronizer):
         agreed: list[bool] = []
 
         def agree(values: Values) -> Values:
+            # In place: the board may call `agree` again, if another process has written meanwhile.
             agreed[:] = [_all_wait(values)]
             if not agreed[0]:
                 return values
@@ -282,8 +286,8 @@ class RunSynchronizer(core.Synchronizer):
         change."""
 
         async def poll(deadline: ProgressDeadline) -> tuple[Values | None, object]:
-            values = await self.board.poll(lambda v: over(v) or _seen(v) != deadline.state, deadline.left_s)
-            return values if over(values) else None, _seen(values)
+            values = await self.board.poll(lambda v: over(v) or _progress(v) != deadline.state, deadline.left_s)
+            return values if over(values) else None, _progress(values)
 
         return await wait_until(poll, lambda: Waiting(who, whom), self.deadline_s)
 
@@ -340,7 +344,7 @@ def _trainer(values: Values) -> str:
     return values.get("trainer", _STOPPED)
 
 
-def _seen(values: Values) -> Values:
+def _progress(values: Values) -> Values:
     """The values whose change is progress."""
     return {key: value for key, value in values.items() if key != "beats"}
 

@@ -107,6 +107,7 @@ class SaveState:
 
     def give_up(self, step: int) -> None:
         """Records that the step cannot become complete."""
+        # Its savers report later than this, and must not count for a step that begins anew.
         self.broken = [*self.broken, step][-_MAX_REMEMBERED:]
         self.steps.pop(step, None)
 
