@@ -14,9 +14,9 @@ from trivium.config import merged
 from trivium.foundation.errors import ConfigError, MissingPackage
 from trivium.frontdoors.overrides import overridden, value_of
 from trivium.frontdoors.plain_values import escaped, plain, resolved, unescaped
-from trivium.frontdoors.tables import Ignored, Mapped, Restricted, Table, announce, is_off
+from trivium.frontdoors.tables import Ignored, KeyTable, Mapped, Restricted, announce, is_off
 
-TABLE = Table(
+TABLE = KeyTable(
     {
         "train.batch": Mapped("schedule.groups_per_step", 4),
         "train.lr": Mapped("train.optimizer.lr", 1e-6),
@@ -132,7 +132,7 @@ def test_text_without_a_reference_may_be_read_again(written: str, text: str) -> 
     once = resolved(config)
     assert once == resolved(once) == plain(OmegaConf.create(config)) == resolved(plain(OmegaConf.create(once)))
     assert unescaped(once)["name"] == unescaped(once)["list"][0]["name"] == OmegaConf.create(config).name == text
-    table = Table({"name": Mapped("run.name"), "list": Ignored("-"), "c": Ignored("-"), "d": Ignored("-")})
+    table = KeyTable({"name": Mapped("run.name"), "list": Ignored("-"), "c": Ignored("-"), "d": Ignored("-")})
     assert [table.read(each)["name"] for each in (config, once, OmegaConf.create(once))] == [text] * 3
     assert resolved(escaped({"name": text})) == escaped({"name": text})
 
@@ -216,7 +216,7 @@ def test_a_colon_without_a_space_is_no_key(text: str) -> None:
         overridden({}, [f"x={text}"])
 
 
-MAPPED = Table(
+MAPPED = KeyTable(
     {
         "opt.style": Mapped("train.optimizer.schedule"),
         "opt.schedule": Mapped("train.optimizer.schedule", "constant"),

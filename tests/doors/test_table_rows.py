@@ -15,7 +15,7 @@ import pytest
 from trivium.config import config_from_mapping, merged
 from trivium.foundation.errors import Problem
 from trivium.frontdoors.plain_values import plain
-from trivium.frontdoors.tables import Ignored, Mapped, Moved, Restricted, Table, is_off
+from trivium.frontdoors.tables import Ignored, KeyTable, Mapped, Moved, Restricted, is_off
 from trivium.frontdoors.trinity.config.config_table import TABLE as TRINITY
 from trivium.frontdoors.trinity.config.config_table import TRAINER_CONFIG
 from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET
@@ -25,7 +25,7 @@ from trivium.frontdoors.verl.config.config_table import TABLE as VERL
 from trivium.frontdoors.verl.translation import settings_of, translated
 from trivium.text.tiny import TinyModel
 
-TABLES: dict[str, Table] = {
+TABLES: dict[str, KeyTable] = {
     "verl": VERL,
     "trinity": TRINITY,
     "trinity-taskset": TASKSET,
@@ -45,7 +45,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def problems_of(table: Table, key: str, value: object) -> list[Problem]:
+def problems_of(table: KeyTable, key: str, value: object) -> list[Problem]:
     return list(table.read(nested({key: value})).problems)
 
 
@@ -53,14 +53,14 @@ def problems_of(table: Table, key: str, value: object) -> list[Problem]:
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_an_alias_names_a_key(table: Table) -> None:
+def test_an_alias_names_a_key(table: KeyTable) -> None:
     for key, entry in table.entries.items():
         if isinstance(entry, Moved):
             assert isinstance(table.entries[entry.to], Mapped | Restricted | Ignored), key
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_a_restricted_key_takes_its_values_and_no_other(table: Table) -> None:
+def test_a_restricted_key_takes_its_values_and_no_other(table: KeyTable) -> None:
     for key, entry in table.entries.items():
         if isinstance(entry, Restricted):
             assert [value for value in entry.values if problems_of(table, key, value)] == [], key
@@ -74,7 +74,7 @@ WRONG: dict[type, Any] = {bool: "perhaps", int: 1.5, float: "many", str: ["a"], 
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_a_key_takes_its_default_and_no_other_type(table: Table) -> None:
+def test_a_key_takes_its_default_and_no_other_type(table: KeyTable) -> None:
     for key, entry in table.entries.items():
         if isinstance(entry, Mapped) and key not in table.sections:
             assert problems_of(table, key, entry.default) == [], key
@@ -84,7 +84,7 @@ def test_a_key_takes_its_default_and_no_other_type(table: Table) -> None:
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_no_section_takes_a_key_that_nobody_reads(table: Table) -> None:
+def test_no_section_takes_a_key_that_nobody_reads(table: KeyTable) -> None:
     for section in table.sections:
         key = f"{section}.qqqqqqqqqq" if section else "qqqqqqqqqq"
         if not isinstance(table.entry_of(key), Ignored | Restricted):
@@ -151,7 +151,7 @@ def values_of(key: str, entry: Mapped) -> list[Any]:
     return [value for value in values if value != entry.default]
 
 
-def cases_of(table: Table, contexts: Mapping[tuple[str, Any], dict[str, Any]], prefix: str = "") -> Iterator[Case]:
+def cases_of(table: KeyTable, contexts: Mapping[tuple[str, Any], dict[str, Any]], prefix: str = "") -> Iterator[Case]:
     """Each row that has paths, with each of its conditions and each of its values."""
     for key, entry in table.entries.items():
         if not isinstance(entry, Mapped) or not entry.paths:
@@ -169,7 +169,7 @@ def cases_of(table: Table, contexts: Mapping[tuple[str, Any], dict[str, Any]], p
                     yield prefix + key, value, beside, dict.fromkeys(entry.paths, converted)
 
 
-def key_with(table: Table, key: str, wanted: Any) -> dict[str, Any]:
+def key_with(table: KeyTable, key: str, wanted: Any) -> dict[str, Any]:
     """What sets a key to the value of a condition."""
     default = table.default_of(key)
     if not isinstance(wanted, bool):

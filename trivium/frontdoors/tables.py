@@ -113,7 +113,7 @@ Entry = Mapped | Moved | Restricted | Ignored
 
 
 @dataclass(frozen=True, slots=True)
-class Translation:
+class TranslatedConfig:
     """Another trainer's config, translated to a Trivium config."""
 
     config: dict[str, Any]
@@ -143,6 +143,12 @@ def if_on(value: Any) -> Any:
     return value or None
 
 
+def unless_all_linear(targets: object) -> object:
+    """Returns the layers of an adapter; None for PEFT's name of all linear layers, which are the default here. A
+    converter of `Mapped` rows."""
+    return None if targets == "all-linear" else targets
+
+
 def is_off(value: object, *switches: str) -> bool:
     """Whether a value is disabled: null, false, 0, empty, or a mapping whose switch (else every value) is disabled."""
     if isinstance(value, dict):
@@ -152,7 +158,7 @@ def is_off(value: object, *switches: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Table:
+class KeyTable:
     """The keys of another trainer's config."""
 
     entries: Mapping[str, Entry]
@@ -288,7 +294,7 @@ class Table:
 class Settings:
     """The values of a config by dotted key. Unset keys have the original's defaults."""
 
-    table: Table
+    table: KeyTable
     values: Mapping[str, Any]
     """The valid values that the config sets."""
     problems: tuple[Problem, ...] = ()

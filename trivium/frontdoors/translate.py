@@ -10,7 +10,7 @@ from typing import Any
 
 from trivium.config import read_yaml
 from trivium.frontdoors.overrides import overridden
-from trivium.frontdoors.tables import Translation
+from trivium.frontdoors.tables import TranslatedConfig
 
 _READERS = {
     "trl": "trivium.frontdoors.trl.scripts",
@@ -19,7 +19,7 @@ _READERS = {
 """Front door -> the module whose `read` returns a config, or a config with notes, of a file and overrides."""
 
 
-def translate_file(origin: str, file: str, overrides: Sequence[str] = ()) -> Translation:
+def translate_file(origin: str, file: str, overrides: Sequence[str] = ()) -> TranslatedConfig:
     """Translates a config file, with overrides, by `translation.translate` of the front door `origin`.
 
     The file is YAML, unless the front door has its own reader. Raises a ConfigError that lists everything that cannot
@@ -29,7 +29,7 @@ def translate_file(origin: str, file: str, overrides: Sequence[str] = ()) -> Tra
     words = [file, *overrides]
     result = import_module(_READERS[origin]).read(words) if origin in _READERS else _read(words)
     config, notes = result if isinstance(result, tuple) else (result, ())
-    translation: Translation = door.translate(config)
+    translation: TranslatedConfig = door.translate(config)
     return replace(translation, notes=(*notes, *translation.notes))
 
 

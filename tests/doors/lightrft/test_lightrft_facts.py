@@ -22,7 +22,7 @@ from tests.failing import refused
 from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, ExperienceVL, PPOTrainerVL, get_strategy
 from trivium.frontdoors.lightrft.objects.ppo_objective import critic_objective
-from trivium.frontdoors.lightrft.rewards.reward_scoring import Sample
+from trivium.frontdoors.lightrft.rewards.reward_scoring import RolloutSample
 from trivium.text import hf_tokenizer
 
 REFUSED = "REFUSED: "
@@ -107,7 +107,7 @@ class Facts:
     def scored(self, count: int = 2, **given: Any) -> list[float]:
         """The rewards of samples with the label `math` by a trainer's arguments."""
         tokens = np.arange(4, dtype=np.int32)
-        sample = Sample("1+1?", "\\boxed{2}", "1+1?\\boxed{2}", tokens, tokens[2:], label="math", reference="2")
+        sample = RolloutSample("1+1?", "\\boxed{2}", "1+1?\\boxed{2}", tokens, tokens[2:], label="math", reference="2")
         return self.trainer(**given).rewards.score([sample] * count).rewards.tolist()
 
     @cached_property

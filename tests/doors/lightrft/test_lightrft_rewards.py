@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.failing import refused
 from trivium.foundation.errors import ConfigError, DataError, RewardError
 from trivium.frontdoors.lightrft.reward_rules import RULES, register_rule
-from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer, Sample
+from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer, RolloutSample
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.classifier import classifier_of
 from trivium.models.heads.trained_models import ScoreModel
@@ -31,14 +31,14 @@ GEO_PROMPT = "Write <think></think> and \\boxed{}, like this: <think> here </thi
 AQA_PROMPT = "Output <think></think><answer></answer>.\nWhich sound is it?"
 
 
-def sample(completion: str, prompt: str = GEO_PROMPT, **fields: Any) -> Sample:
+def sample(completion: str, prompt: str = GEO_PROMPT, **fields: Any) -> RolloutSample:
     tokens = np.arange(1, 7, dtype=np.int32)
     query = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{completion}<|im_end|>"
     given: dict[str, Any] = {"tokens": tokens, "response_tokens": tokens[4:], "reference": "7", **fields}
-    return Sample(prompt, completion, query, **given)
+    return RolloutSample(prompt, completion, query, **given)
 
 
-def rewards(scorer: RewardScorer, samples: Sequence[Sample]) -> list[float]:
+def rewards(scorer: RewardScorer, samples: Sequence[RolloutSample]) -> list[float]:
     return scorer.score(samples).rewards.tolist()
 
 
@@ -323,7 +323,7 @@ class LastToken(nn.Module):
         return {"score": self.scale * sequences.gather(1, last[:, None]).squeeze(1)}
 
 
-def of_tokens(tokens: Sequence[int], response: int, **fields: Any) -> Sample:
+def of_tokens(tokens: Sequence[int], response: int, **fields: Any) -> RolloutSample:
     array = np.array(tokens, np.int32)
     return sample("x", tokens=array, response_tokens=array[-response:], **fields)
 

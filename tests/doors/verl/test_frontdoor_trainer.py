@@ -31,7 +31,7 @@ pytest.importorskip("ray")
 from trivium.frontdoors.verl import ActorRolloutRefWorker, RayPPOTrainer, RewardModelWorker, Role
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.config.sourced_sections import reward_model_dtype
-from trivium.frontdoors.verl.objects.datasets.user_data import Sources
+from trivium.frontdoors.verl.objects.datasets.user_data import DataSources
 from trivium.frontdoors.verl.objects.overridable import OverridableMonitor, numbers
 from trivium.frontdoors.verl.objects.run_setup import RunSetup
 from trivium.frontdoors.verl.objects.workers.model_workers import Work, WorkerConfig
@@ -123,7 +123,9 @@ def test_long_validation_prompts_are_left_out_of_their_one_batch(model: str, tmp
         },
         "trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run"), "total_training_steps": 1},
     }
-    setup = RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=Sources(rows[:1] * 2, rows))
+    setup = RunSetup(
+        config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=DataSources(rows[:1] * 2, rows)
+    )
     assert [vars(setup.run_config.tasks[name])["rows"] for name in ("train", "val")] == [2, 2]
 
 
@@ -146,7 +148,7 @@ def test_images_are_read_with_the_processor_that_is_the_models(model: str, tmp_p
     }
 
     def setup(processor: object) -> RunSetup:
-        return RunSetup(config, hf_tokenizer(path), score, sources=Sources([row] * 2), processor=processor)
+        return RunSetup(config, hf_tokenizer(path), score, sources=DataSources([row] * 2), processor=processor)
 
     def score(prompt: str, completion: str) -> float:
         return 1.0
@@ -198,13 +200,13 @@ def test_a_sampler_of_the_config_that_cannot_work_is_refused(
     data = merged({**sampler, "dataloader_num_workers": 0, "filter_overlong_prompts": True}, more)
     config = verl_config(model, tmp_path, **data)
     with refused(ConfigError, name):
-        RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=Sources(rows_of_pairs(1, 1)))
+        RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=DataSources(rows_of_pairs(1, 1)))
 
 
 def test_a_sampler_of_the_config_counts_the_rows_that_are_left(model: str, tmp_path: Path) -> None:
     sampler = {"sampler": {"class_path": "pkg://tests.doors.e2e.verl_user", "class_name": "Hardest"}}
     config = verl_config(model, tmp_path, **sampler, filter_overlong_prompts=True)
-    rows = Sources(rows_of_pairs(1, 30, 1))
+    rows = DataSources(rows_of_pairs(1, 30, 1))
     setup = RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=rows)
     assert setup.train is not None
     assert [row["extra_info"]["index"] for row in setup.train.rows] == [0, 2]

@@ -14,7 +14,7 @@ from trivium.config import build, plugin
 from trivium.engines.scripted import ScriptedEngine
 from trivium.foundation.errors import ConfigError
 from trivium.foundation.randomness import SampleKey
-from trivium.frontdoors.verl.objects.tool_classes import FunctionTool, load_functions, load_interactions, load_tools
+from trivium.frontdoors.verl.objects.tool_classes import ToolOfFunction, load_functions, load_interactions, load_tools
 from trivium.policy import Policy
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
@@ -230,7 +230,7 @@ def test_annotations_describe_the_parameters_of_a_function() -> None:
     def search(query: str, limit: int | None = None, other=None) -> str:
         return query
 
-    described = FunctionTool(search).tool_schema.model_dump(exclude_none=True)["function"]["parameters"]
+    described = ToolOfFunction(search).tool_schema.model_dump(exclude_none=True)["function"]["parameters"]
     assert described["required"] == ["query"]
     assert described["properties"] == {
         "query": {"type": "string"},
@@ -244,7 +244,7 @@ def test_an_annotation_without_a_json_schema_is_named() -> None:
         return str(engine)
 
     with refused(ConfigError, "ask", "ScriptedEngine"):
-        FunctionTool(ask)
+        ToolOfFunction(ask)
 
 
 async def test_an_interaction_answers_until_it_ends(files: dict[str, str]) -> None:

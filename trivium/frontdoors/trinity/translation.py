@@ -15,7 +15,7 @@ from typing import Any
 from trivium.config import merged
 from trivium.foundation.errors import TriviumError
 from trivium.foundation.registry import suggest
-from trivium.frontdoors.tables import Settings, Translation, refuse
+from trivium.frontdoors.tables import Settings, TranslatedConfig, refuse
 from trivium.frontdoors.trinity.config.algorithm_section import algorithm_of
 from trivium.frontdoors.trinity.config.data_section import (
     buffer_of,
@@ -60,7 +60,7 @@ _OF_A_STAGE = (
 _ACTOR = "actor_rollout_ref.actor"
 
 
-def translate(config: object, device: str | None = None) -> Translation:
+def translate(config: object, device: str | None = None) -> TranslatedConfig:
     """Translates a config of Trinity-RFT's shape. `device` is `cpu` or `cuda`; by default, a device of this machine.
 
     Raises ConfigError with every key that cannot be translated.
@@ -81,7 +81,7 @@ def translate(config: object, device: str | None = None) -> Translation:
     problems = [problem for reader in (trinity, *(stage for _, stage in stages)) for problem in reader.problems]
     refuse(dict.fromkeys(problems))
     notes = [note for reader in (trinity, *(stage for _, stage in stages)) for note in reader.all_notes()]
-    return Translation(sections, tuple(dict.fromkeys(notes)))
+    return TranslatedConfig(sections, tuple(dict.fromkeys(notes)))
 
 
 def _device() -> str:

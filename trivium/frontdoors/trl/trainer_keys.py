@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, Table, if_on, ignored
+from trivium.frontdoors.tables import (
+    Entry,
+    Ignored,
+    KeyTable,
+    Mapped,
+    Moved,
+    Restricted,
+    if_on,
+    ignored,
+    unless_all_linear,
+)
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 """The schedules of TRL that are translated -> train.optimizer.schedule."""
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-
-
-def _unless_all(targets: object) -> object:
-    """Returns the layers of an adapter; None for PEFT's name of all linear layers, which are the default here."""
-    return None if targets == "all-linear" else targets
 
 
 _BASICS: Mapping[str, Entry] = {
@@ -43,7 +48,9 @@ _BASICS: Mapping[str, Entry] = {
     "use_peft": Mapped("in train.lora", default=False),
     "lora_r": Mapped("train.lora.rank", default=16, when={"use_peft": True}),
     "lora_alpha": Mapped("train.lora.alpha", default=32, when={"use_peft": True}),
-    "lora_target_modules": Mapped("train.lora.targets", type=object, when={"use_peft": True}, convert=_unless_all),
+    "lora_target_modules": Mapped(
+        "train.lora.targets", type=object, when={"use_peft": True}, convert=unless_all_linear
+    ),
     "load_in_4bit": Mapped("train.frozen_dtype", default=False, convert={True: "nf4"}, when={"use_peft": True}),
     "load_in_8bit": Mapped("train.frozen_dtype", default=False, convert={True: "int8"}, when={"use_peft": True}),
     "gradient_checkpointing": Mapped("train.gradient_checkpointing", default=True),
@@ -251,10 +258,10 @@ OF_ROWS: Mapping[str, Mapping[str, Entry]] = {
 """Trainer of rows -> its own keys."""
 
 
-def table(name: str) -> Table:
+def table(name: str) -> KeyTable:
     """The keys of a trainer, one of TRAINERS or OF_ROWS."""
     if name in OF_ROWS:
-        return Table({**_BASICS, **_ROWS, **OF_ROWS[name]})
+        return KeyTable({**_BASICS, **_ROWS, **OF_ROWS[name]})
     lr, length, temperature, top_p = _DEFAULTS_OF[name]
     with_defaults = {
         "learning_rate": Mapped("train.optimizer.lr", default=lr),
@@ -262,4 +269,4 @@ def table(name: str) -> Table:
         "temperature": Mapped("engine.sampling.temperature", default=temperature),
         "top_p": Mapped("engine.sampling.top_p", default=top_p),
     }
-    return Table({**_BASICS, **_ON_POLICY, **with_defaults, **TRAINERS[name]})
+    return KeyTable({**_BASICS, **_ON_POLICY, **with_defaults, **TRAINERS[name]})

@@ -12,7 +12,7 @@ from typing import Any
 
 from trivium.foundation.errors import Problem
 from trivium.foundation.registry import suggest
-from trivium.frontdoors.tables import Settings, Translation, refuse
+from trivium.frontdoors.tables import Settings, TranslatedConfig, refuse
 from trivium.frontdoors.trl.trainer_keys import OF_ROWS, SCHEDULES, table
 
 _ONE_MODEL = "TRL's trainers differ in their keys: name the trainer that the config is for"
@@ -40,7 +40,7 @@ _SINGLE = ("iw_opd", "gold", "gkd", "a2po")
 """Trainers that sample one completion of each prompt unless `num_generations` says otherwise."""
 
 
-def translate(config: Mapping[str, Any]) -> Translation:
+def translate(config: Mapping[str, Any]) -> TranslatedConfig:
     """Translates a TRL config. Raises a ConfigError that lists everything that cannot be translated."""
     name = str(config.get("trainer", "")).lower().removesuffix("trainer").removesuffix("config")
     if name not in _ALGORITHMS:
@@ -75,7 +75,7 @@ def translate(config: Mapping[str, Any]) -> Translation:
         notes.append("vllm_mode: the run starts vLLM; cluster: {kind: ray, engines: 1} gives it a GPU of its own")
     if name in ("grpo", "gmpo", "sdpo", "a2po"):
         notes.append("rewards: name your reward functions (docs/extend-rewards.md)")
-    return Translation(mapping, tuple(notes))
+    return TranslatedConfig(mapping, tuple(notes))
 
 
 def _monitors(trl: Settings, notes: list[str]) -> dict[str, Any]:

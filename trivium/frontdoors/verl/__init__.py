@@ -102,6 +102,7 @@ def __getattr__(name: str) -> Any:
         home = import_module(module)
         return getattr(home, name) if hasattr(home, name) else import_module(f"{module}.{name}")
     except ModuleNotFoundError as error:
+        # Another missing module is not what this name needs: its own error says more.
         if error.name != "ray":
             raise
         raise MissingPackage("ray", "ray", f"trivium.frontdoors.verl.{name}") from error

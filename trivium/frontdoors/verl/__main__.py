@@ -31,5 +31,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
+    # A thread of a reward function that hangs would keep the process after its result.
     exit_without_threads(code)
     sys.exit(code)

@@ -147,6 +147,7 @@ class Data:
                 f"an epoch has {len(self.rows) if self.sampler is None else len(self.sampler)}",
                 "lower the number of rows in a batch, or give more rows",
             )
+        # Tasks are asked for one by one, but a batch is collated as a whole, and `collate_fn` may draw at random.
         self._batch_tasks = lru_cache(maxsize=_CACHED_BATCHES)(self._tasks_of)
         if self.collate_fn is not None:  # reports collation errors before training starts
             for row in self._collated(list(self.rows[: self.batch]), 0, 0):
@@ -269,8 +270,8 @@ class Data:
                 f"{len(too_long)} rows are too long, and the sampler counts them",
                 "filter the dataset before you build its sampler",
             )
-        kept = [row for row, length in zip(self.rows, lengths, strict=True) if length <= longest]
-        return replace(self, rows=kept)
+        remaining = [row for row, length in zip(self.rows, lengths, strict=True) if length <= longest]
+        return replace(self, rows=remaining)
 
     def _prompt_lengths(self, renderer: Renderer) -> list[int]:
         """Returns the number of tokens of each row's prompt with the chat template applied."""

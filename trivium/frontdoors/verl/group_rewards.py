@@ -93,6 +93,7 @@ class GroupRewards:
 
         Raises the errors of `compute_reward`, and DataError unless the manager returns one finite reward per member.
         """
+        # The greedy rollout of ReMax is a further row of the call: its reward is the baseline of the others.
         scored = [replace(group, trajectories=group.rollouts, greedy=None) for group in groups]
         view = BatchView.of(scored, self.pad_token_id, meta_info=meta)
         if not len(view):
@@ -121,9 +122,11 @@ class GroupRewards:
         """Adds `rm_scores`: the score of each trajectory's last sequence, on its last response token if it has one."""
         assert self.model is not None
         sequences = [(experiences_of(group, member) or [None])[-1] for group, member in living(groups)]
-        given = tuple(each for each in sequences if each is not None)
-        scores = iter(self.model(Batch(given)) if given else ())
-        view.batch["rm_scores"] = on_last_tokens(view, [0.0 if each is None else next(scores) for each in sequences])
+        experiences = tuple(sequence for sequence in sequences if sequence is not None)
+        scores = iter(self.model(Batch(experiences)) if experiences else ())
+        view.batch["rm_scores"] = on_last_tokens(
+            view, [0.0 if sequence is None else next(scores) for sequence in sequences]
+        )
 
 
 def _rewarded(member: Trajectory, score: float, extra: Extras) -> Trajectory:
@@ -174,6 +177,7 @@ class RewardedOnTake(DefaultStrategy):
     async def sample(self, count: int, version: int) -> Sample:
         sample = await super().sample(count, version)
         meta = {"global_steps": version + 1, "validate": False}
+        # In threads: hooks and managers are the user's, and may block.
         groups = await asyncio.to_thread(self._rewards.balanced, sample.groups, **meta)
         groups, _ = await asyncio.to_thread(self._rewards, groups, **meta)
         return replace(sample, groups=tuple(groups))
@@ -248,6 +252,6 @@ class PlainReward(NaiveRewardManager):
     ) -> RewardSample:
         texts = [message["content"] for message in columns["raw_prompt"] if message["role"] == "user"]
         decoded = str(self.tokenizer.decode(response, skip_special_tokens=True))
-        given = accepted(self._function, columns)
+        arguments = accepted(self._function, columns)
         source, last = str(columns["data_source"]), texts[-1] if texts else ""
-        return _PlainSample(row, "", source, last, decoded, len(response), None, {}, given)
+        return _PlainSample(row, "", source, last, decoded, len(response), None, {}, arguments)

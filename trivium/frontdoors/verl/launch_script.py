@@ -58,8 +58,8 @@ def _arguments(text: str, path: Path) -> list[str]:
             starts.append(words[place + 1 :])
         others += [word for word in words[:4] if place is None and _PROGRAM.fullmatch(word)]
     if len(starts) != 1:
-        shown = f"{len(starts)} commands" if starts else ", ".join(["none", *others])
+        cause = f"{len(starts)} commands" if starts else ", ".join(["none", *others])
         do = f"give a script with one, or its overrides after a config in YAML; {_REPLACED}"
-        raise ConfigError(f"a command in {path} that starts verl.trainer.main_ppo", shown, do)
+        raise ConfigError(f"a command in {path} that starts verl.trainer.main_ppo", cause, do)
     # A variable without a value is no argument: bash expands it to nothing.
     return [word for word in starts[0] if not re.fullmatch(r"\$\{?\w+\}?", word)]

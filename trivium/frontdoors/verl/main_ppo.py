@@ -221,8 +221,8 @@ def validate_config(config: Any, use_reference_policy: bool = False, use_critic:
 
     verl = settings_of(config)
     if use_critic and not need_critic(config):
-        found = f"algorithm.adv_estimator {verl['algorithm.adv_estimator']!r} reads no values"
-        raise ConfigError("use_critic=True", found, "use gae, or leave the critic out")
+        cause = f"algorithm.adv_estimator {verl['algorithm.adv_estimator']!r} reads no values"
+        raise ConfigError("use_critic=True", cause, "use gae, or leave the critic out")
     if use_reference_policy and not need_reference_policy(config):
         do = "set algorithm.use_kl_in_reward or actor_rollout_ref.actor.use_kl_loss"
         raise ConfigError("use_reference_policy=True", "no KL penalty reads a reference", do)

@@ -83,13 +83,14 @@ def estimated(x: AdvantageInputs, *, function: Address, config: Values = {}) -> 
         "token_level_rewards": cut(x.token_level_rewards),
         "response_mask": cut(x.response_mask),
         "config": Section.of(config),
+        # verl's index holds texts, the uids of the prompts.
         "index": np.array([str(number) for number in x.group.tolist()], dtype=object),
     }
     with torch.no_grad():
-        given = called(resolve("advantages", function), function, arguments)
-    if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, torch.Tensor) for part in given)):
-        raise DataError(f"(advantages, returns) from {function}", f"a {type(given).__name__}", "return two tensors")
-    return Advantages(*(shape(part, x.token_level_rewards, function) for part in given))
+        result = called(resolve("advantages", function), function, arguments)
+    if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, torch.Tensor) for part in result)):
+        raise DataError(f"(advantages, returns) from {function}", f"a {type(result).__name__}", "return two tensors")
+    return Advantages(*(shape(part, x.token_level_rewards, function) for part in result))
 
 
 @policy_loss(
@@ -121,6 +122,7 @@ def computed(
         "advantages": cut(x.advantages),
         "response_mask": cut(mask),
         "loss_agg_mode": loss_agg_mode,
+        # Without the counts of the whole step: the function averages over these sequences, and the core over the step.
         "config": Section.of({**config, "global_batch_info": {}}),
         "rollout_is_weights": None if weights is None else cut(weights),
     }
@@ -137,12 +139,12 @@ def _share(mask: Tensor, width: int, mode: str) -> Tensor:
     return mask * (width * mask.any(-1).sum() / mask.sum() if mode == "seq-mean-token-sum-norm" else 1.0)
 
 
-def _loss_of(given: Any, function: str) -> tuple[Tensor, Mapping[str, Any]]:
+def _loss_of(result: Any, function: str) -> tuple[Tensor, Mapping[str, Any]]:
     """Converts the return value of a function to (loss, metrics)."""
-    loss, *rest = given if isinstance(given, tuple) else (given,)
+    loss, *rest = result if isinstance(result, tuple) else (result,)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise DataError(f"one number as the loss from {function}", found, "average it with agg_loss")
+        cause = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise DataError(f"one number as the loss from {function}", cause, "average it with agg_loss")
     if len(rest) == 1 and isinstance(rest[0], Mapping):
         return loss, rest[0]
     return loss, dict(zip(_METRICS, rest, strict=False))
@@ -173,8 +175,8 @@ def _cutting(mask: Tensor) -> tuple[Callable[[Tensor, Tensor, str], Tensor], Cal
     inside = columns < length
 
     def cut(values: Tensor) -> Tensor:
-        taken = values.gather(1, columns.clamp(max=length - 1))
-        return torch.where(inside, taken, torch.zeros_like(taken))
+        gathered = values.gather(1, columns.clamp(max=length - 1))
+        return torch.where(inside, gathered, torch.zeros_like(gathered))
 
     def placed(values: Tensor, like: Tensor, function: str) -> Tensor:
         if values.shape != columns.shape:

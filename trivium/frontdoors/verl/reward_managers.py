@@ -57,12 +57,12 @@ def _either_arguments(init: Callable[..., None]) -> Callable[..., None]:
         if "config" not in named and not has_tokenizer_second and not (arguments and "tokenizer" in named):
             init(self, *arguments, **named)
             return
-        given = inspect.signature(_of_a_config).bind(*arguments, **named)
-        given.apply_defaults()
-        vars(self).update(given.arguments)
-        options = unescaped(plain(read(read(given.arguments["config"], "reward", {}), "reward_kwargs", {})))
+        bound = inspect.signature(_of_a_config).bind(*arguments, **named)
+        bound.apply_defaults()
+        vars(self).update(bound.arguments)
+        options = unescaped(plain(read(read(bound.arguments["config"], "reward", {}), "reward_kwargs", {})))
         options = {name: value for name, value in options.items() if name in named_options}
-        init(self, given.arguments["tokenizer"], 0, given.arguments["compute_score"], **options)
+        init(self, bound.arguments["tokenizer"], 0, bound.arguments["compute_score"], **options)
         self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)
 
     return construct
@@ -121,9 +121,9 @@ class NaiveRewardManager(AbstractRewardManager):
         stays zero, with a warning in the log."""
         if type(self).run_single is not NaiveRewardManager.run_single:
             return each_single(self, data, return_dict)
-        given = self._extract_reward_from_rm_scores(data, return_dict)
-        if given is not None:
-            return given
+        model_scores = self._extract_reward_from_rm_scores(data, return_dict)
+        if model_scores is not None:
+            return model_scores
         samples = self._samples(data)
         results = self._results(samples, data)
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
@@ -205,12 +205,12 @@ class NaiveRewardManager(AbstractRewardManager):
         }
 
     def _examine(self, samples: Sequence[RewardSample], results: Sequence[Result]) -> None:
-        shown: Counter[str] = Counter()
+        examined: Counter[str] = Counter()
         for sample, result in zip(samples, results, strict=True):
             if not sample.length and not self._scores_empty:
                 _log.warning("%s has an empty response: no token holds its score %g", sample.name, result.score)
-            if shown[sample.data_source] < self.num_examine:
-                shown[sample.data_source] += 1
+            if examined[sample.data_source] < self.num_examine:
+                examined[sample.data_source] += 1
                 score = dict(result.extra) or result.score
                 shown_text = (
                     f"{sample.name}\n[prompt] {sample.prompt}\n[response] {sample.response}\n"
@@ -271,6 +271,7 @@ class DAPORewardManager(NaiveRewardManager):
                 )
 
     def _text(self, text: str) -> str:
+        # Some tokenizers keep the end of the text although special tokens are skipped; verl strips it here alone.
         return text.removesuffix(getattr(self.tokenizer, "eos_token", None) or "")
 
     def _reward(self, sample: RewardSample, result: Result) -> tuple[float, Mapping[str, Any]]:
@@ -327,9 +328,11 @@ class PrimeRewardManager(NaiveRewardManager):
     record the error. The manager stores the scores in the batch as `acc` (B,).
     """
 
+    # As verl's manager, which gives 0 to calls that fail or take too long.
     default_on_error = 0.0
 
     def _make_scorer(self, deadline_s: float, workers: int, on_error: OnError) -> Scorer:
+        # In forks of this process, because a scorer may be a closure, which no other process can import.
         function = functools.partial(_first_of, self.compute_score)
         return Scorer(function, deadline_s, on_error=on_error, on_timeout=on_error, forks=workers or usable_cores())
 

@@ -41,19 +41,19 @@ class ScoredReward:
         extra_info: object = None,
     ) -> float:
         truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else answer
-        given = {
+        arguments = {
             "data_source": data_source,
             "solution_str": completion,
             "ground_truth": truth,
             "extra_info": extra_info,
         }
         if self._batched:
-            (score,) = self._function(**{f"{name}s": [value] for name, value in given.items()}, **self._options)
+            (score,) = self._function(**{f"{name}s": [value] for name, value in arguments.items()}, **self._options)
         else:
-            score = self._function(**given, **self._options)
+            score = self._function(**arguments, **self._options)
         if not isinstance(score, Mapping) and self._key == "score":
             return score
         if not isinstance(score, Mapping) or self._key not in score:
-            found = f"{sorted(score)}" if isinstance(score, Mapping) else f"a {type(score).__name__}"
-            raise DataError(f"{self._key!r} in the result of the scorer", found, f"return {{{self._key!r}: number}}")
+            cause = f"{sorted(score)}" if isinstance(score, Mapping) else f"a {type(score).__name__}"
+            raise DataError(f"{self._key!r} in the result of the scorer", cause, f"return {{{self._key!r}: number}}")
         return score[self._key]

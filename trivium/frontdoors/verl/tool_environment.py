@@ -110,13 +110,13 @@ class ToolEnvironment:
         """Executes a call. Returns (the tool's response, reward)."""
         tool, parameters = self._tools[call.name], json.loads(call.arguments)
         if call.name not in self._instances:
-            given = self._kwargs_of(call.name, "create_kwargs")
+            arguments = self._kwargs_of(call.name, "create_kwargs")
             if accepts(tool.create, "create_kwargs"):
-                given = {**given, "create_kwargs": given}
-            created = await _called(tool.create, str(uuid.uuid4()), **given)
+                arguments = {**arguments, "create_kwargs": arguments}
+            created = await _called(tool.create, str(uuid.uuid4()), **arguments)
             self._instances[call.name] = created[0] if isinstance(created, tuple) else created
-        given = self._kwargs_of(call.name, "execute_kwargs")
-        result = await _called(tool.execute, self._instances[call.name], parameters, **given)
+        arguments = self._kwargs_of(call.name, "execute_kwargs")
+        result = await _called(tool.execute, self._instances[call.name], parameters, **arguments)
         response, reward = result[:2] if isinstance(result, tuple) else (result, 0.0)
         return response, float(reward or 0.0)
 
@@ -138,6 +138,7 @@ class ToolEnvironment:
         """Returns a response of at most the largest length, in characters, and a mark where it is cut."""
         if len(text) <= self._longest:
             return text
+        # verl's names of the sides are those of the part that stays.
         half = self._longest // 2
         return {
             "left": f"{text[: self._longest]}...(truncated)",
@@ -162,9 +163,9 @@ class ToolEnvironment:
     async def _answer(self) -> tuple[Sequence[Message], float, bool]:
         history = [{"role": message.role, "content": message.content} for message in self._messages]
         answered = await _called(self._interaction.generate_response, self._id, history, **self._interaction_kwargs)
-        done, answer, score, _ = answered
+        ends, answer, score, _ = answered
         reward = float(score or 0.0) * self._tool_rewards
-        if done:
+        if ends:
             return (), reward + await self._final_reward(), True
         messages = [Message("user", str(answer))]
         self._messages += messages

@@ -14,7 +14,7 @@ from typing import Any
 from trivium.config import config_from_mapping, merged
 from trivium.foundation.errors import ConfigError, Problem, TriviumError
 from trivium.frontdoors.plain_values import plain, resolved, unescaped
-from trivium.frontdoors.tables import Settings, Translation, refuse
+from trivium.frontdoors.tables import Settings, TranslatedConfig, refuse
 from trivium.frontdoors.verl.config.algorithm_section import algorithm_of, distillation_of, names_of
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.config.conflicts import ACTOR, ROLLOUT, conflicts
@@ -63,16 +63,16 @@ def _with_own_keys(verl: Settings, config: object) -> Settings:
         f"{ACTOR}.policy_loss.": loss_address(str(verl[f"{ACTOR}.policy_loss.loss_mode"])),
     }
     prefixes = tuple(prefix for prefix, address in sections.items() if address is not None)
-    own = [p.where for p in verl.problems if p.where.startswith(prefixes) and TABLE.entry_of(p.where) is None]
-    if not own:
+    user_keys = [p.where for p in verl.problems if p.where.startswith(prefixes) and TABLE.entry_of(p.where) is None]
+    if not user_keys:
         return verl
     values, whole = dict(verl.values), unescaped(resolved(plain(config)))
-    for key in own:
+    for key in user_keys:
         values[key] = reduce(lambda section, name: section[name], key.split("."), whole)
-    return replace(verl, values=values, problems=tuple(p for p in verl.problems if p.where not in own))
+    return replace(verl, values=values, problems=tuple(p for p in verl.problems if p.where not in user_keys))
 
 
-def translate(config: object) -> Translation:
+def translate(config: object) -> TranslatedConfig:
     """Translates a whole config in verl's layout, including data files and rewards.
 
     Raises ConfigError with all keys that cannot be translated.
@@ -84,8 +84,8 @@ def translate(config: object) -> Translation:
     rewards, shaping = rewards_of(verl, problems), shaping_of(verl)
     device = _device(verl, problems)
     rows = rows_of_files(verl)
-    known = rows or verl["data.train_batch_size"]
-    mapping = translated(verl, rows=known, has_validation="val" in tasks, device=device, problems=problems)
+    num_rows = rows or verl["data.train_batch_size"]
+    mapping = translated(verl, rows=num_rows, has_validation="val" in tasks, device=device, problems=problems)
     mapping["engine"].setdefault("max_context", _longest(verl))
     notes = [*_with_template(mapping, verl), *notes_of(verl, mapping, rows), *verl.notes()]
     mapping["algorithm"] |= {"shaping": shaping} if shaping else {}
@@ -94,7 +94,7 @@ def translate(config: object) -> Translation:
     if problems:  # these sections may be incomplete because of a problem that is listed
         of_run = [problem for problem in of_run if not problem.where.startswith(("tasks", "rewards"))]
     refuse([*problems, *of_run])
-    return Translation(mapping, tuple(notes))
+    return TranslatedConfig(mapping, tuple(notes))
 
 
 def _with_template(mapping: dict[str, Any], verl: Settings) -> list[str]:
@@ -151,6 +151,7 @@ def translated(
             "model": {"kind": "hf"},
             "engine": {"kind": _engine_of(verl, device), "device": device, "dtype": _default_dtype(device)},
             "train": {"kind": "torch", "device": device, "dtype": _default_dtype(device)},
+            # verl keeps every checkpoint by default; the core's default is a number.
             "checkpoint": {"keep": _KEEP_ALL},
             "evaluation": {"taskset": "val"},
         },
@@ -202,9 +203,9 @@ def total_steps(verl: Settings, rows: int, problems: list[Problem]) -> int:
     """
     batch = verl["data.train_batch_size"]
     if rows < batch:
-        found = f"the training set has {rows} (after filtering)"
+        cause = f"the training set has {rows} (after filtering)"
         do = "lower data.train_batch_size, or give more rows"
-        problems.append(Problem("data.train_batch_size", f"a batch of {batch} prompts", found, do))
+        problems.append(Problem("data.train_batch_size", f"a batch of {batch} prompts", cause, do))
     return int(verl["trainer.total_training_steps"] or max(1, rows // batch) * verl["trainer.total_epochs"])
 
 

@@ -13,7 +13,7 @@ from trivium.frontdoors.lightrft.objects.loaded_prompts import PromptBatch, read
 from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
 from trivium.frontdoors.lightrft.objects.models.rollout_engine import Rollouts
 from trivium.frontdoors.lightrft.objects.step_algorithm import BLANK
-from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer, Sample
+from trivium.frontdoors.lightrft.rewards.reward_scoring import RewardScorer, RolloutSample
 from trivium.training.distributed.ranks import Ranks
 from trivium.types import Batch, Group, Sampling, StopReason, Trajectory
 
@@ -86,11 +86,11 @@ class ExperienceMaker:
             for row, group in enumerate(groups)
         ]
 
-    def _sample(self, batch: PromptBatch, row: int, member: Trajectory) -> Sample:
+    def _sample(self, batch: PromptBatch, row: int, member: Trajectory) -> RolloutSample:
         (turn,) = member.turns
         tokens = np.concatenate([turn.prompt_tokens, turn.tokens])
         prompt = str(batch.prompts[row])
-        return Sample(
+        return RolloutSample(
             prompt=prompt,
             completion=turn.text,
             query=self.tokenizer.decode(tokens.tolist()),

@@ -32,7 +32,7 @@ ADVANTAGE_BOUND = 10.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class ObjectiveSettings:
     """The constructor's settings of the objective."""
 
     eps_clip: float
@@ -44,7 +44,7 @@ class Settings:
     max_new_tokens: int
 
 
-def algorithm_of(args: object, settings: Settings) -> GroupAlgorithm:
+def algorithm_of(args: object, settings: ObjectiveSettings) -> GroupAlgorithm:
     """Builds the algorithm from `args` and the constructor's settings.
 
     Its KL coefficients are 1; the trainer sets the controller's coefficient later (`with_kl`, `policy_objective`).
@@ -77,7 +77,7 @@ _OF_THE_ALGORITHM = (
 """Attributes of `args` that the algorithm's section follows from."""
 
 
-def _values(args: object, settings: Settings) -> dict[str, Any]:
+def _values(args: object, settings: ObjectiveSettings) -> dict[str, Any]:
     """Returns the arguments that describe the algorithm."""
     estimator = getattr(args, "advantage_estimator", None) or ("gae" if settings.has_critic else "group_norm")
     return {

@@ -29,7 +29,7 @@ from trivium.frontdoors.lightrft.objects.models.critic import CriticVL, linear_h
 from trivium.frontdoors.lightrft.objects.models.experience import ExperienceVL
 from trivium.frontdoors.lightrft.objects.models.rollout_engine import Rollouts, sampling_of
 from trivium.frontdoors.lightrft.objects.ppo_objective import (
-    Settings,
+    ObjectiveSettings,
     WithPretraining,
     algorithm_of,
     critic_objective,
@@ -207,7 +207,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
         previous = self.algorithm.state() if hasattr(self, "algorithm") else {}
         self.algorithm: GroupAlgorithm = algorithm_of(
             self.args,
-            Settings(
+            ObjectiveSettings(
                 eps_clip=self.eps_clip,
                 value_clip=self.value_clip,
                 gamma=float(self.generate_kwargs.get("gamma", option(self.args, "gamma"))),

@@ -16,12 +16,12 @@ import torch
 from trivium.foundation.errors import ConfigError, RewardError, TriviumError, described, text_of
 from trivium.foundation.registry import resolve
 from trivium.frontdoors.lightrft.reward_rules import RULES, Rule
-from trivium.frontdoors.lightrft.rewards.reward_sources import Sample, numbers_in, sources_of
+from trivium.frontdoors.lightrft.rewards.reward_sources import RolloutSample, numbers_in, sources_of
 from trivium.frontdoors.reward_calls import Scorer
 from trivium.policy import finite_number
 from trivium.types import AnyArray
 
-__all__ = ["RewardScorer", "Sample", "Scored"]
+__all__ = ["RewardScorer", "RolloutSample", "SampleScores"]
 
 _MODEL = "model"
 """The type of a recipe's component that refers to a score in `model_reward_list`."""
@@ -29,7 +29,7 @@ _DO = "fix the rule: no sample is scored 0 in its place"
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class SampleScores:
     """The rewards and metrics of B samples."""
 
     rewards: AnyArray
@@ -45,18 +45,20 @@ class _Rule(NamedTuple):
     parameters: Collection[str]
     """The names of its arguments."""
 
-    def scores(self, kind: str, samples: Sequence[Sample]) -> Iterator[tuple[float, Mapping[str, float]]]:
+    def scores(self, kind: str, samples: Sequence[RolloutSample]) -> Iterator[tuple[float, Mapping[str, float]]]:
         """Yields (the reward of a sample, the other numbers of the rule's mapping)."""
-        calls: list[_Call] = []
+        calls: list[_RuleCall] = []
         for sample in samples:
             columns = _columns(sample)
-            calls.append(_Call(f"{kind}: {sample.completion:.80}", {name: columns[name] for name in self.parameters}))
+            calls.append(
+                _RuleCall(f"{kind}: {sample.completion:.80}", {name: columns[name] for name in self.parameters})
+            )
         for call, result in zip(calls, self.scorer.each(calls), strict=True):
             parts = {str(name): part for name, part in result.extra.items() if name != "reward"}
             yield result.score, {name: _part(name, part, call) for name, part in parts.items()}
 
 
-class _Call(NamedTuple):
+class _RuleCall(NamedTuple):
     """One call of a rule."""
 
     name: str
@@ -73,7 +75,7 @@ def _number(value: object) -> float:
     return finite_number(value)
 
 
-def _part(name: str, value: object, call: _Call) -> float:
+def _part(name: str, value: object, call: _RuleCall) -> float:
     """Returns another number of a rule's mapping."""
     try:
         return _number(value)
@@ -132,7 +134,7 @@ class RewardScorer:
                 "give reward_fn(model_reward_list, labels, queries, refs, label_map), or a recipe for each label",
             )
 
-    def score(self, samples: Sequence[Sample]) -> Scored:
+    def score(self, samples: Sequence[RolloutSample]) -> SampleScores:
         """Returns the reward of each sample.
 
         Raises RewardError for a label without a recipe, a missing or non-finite score, and a reward that raises. A
@@ -145,15 +147,17 @@ class RewardScorer:
                 "give the trainer one of them",
             )
         if not samples:
-            return Scored(np.zeros(0))
+            return SampleScores(np.zeros(0))
         if self._reward_fn is None and self._recipes:
             self._check_labels(samples)
         numbers = [self._source_scores(place, samples) for place in range(len(self._sources))]
         if self._reward_fn is not None:
             return self._combined(self._reward_fn, samples, numbers)
-        return self._mixed(samples, numbers) if self._recipes else Scored(numbers[0], {"model_reward": numbers[0]})
+        return (
+            self._mixed(samples, numbers) if self._recipes else SampleScores(numbers[0], {"model_reward": numbers[0]})
+        )
 
-    def _check_labels(self, samples: Sequence[Sample]) -> None:
+    def _check_labels(self, samples: Sequence[RolloutSample]) -> None:
         unknown = [sample.label for sample in samples if not _has(self._recipes, sample.label)]
         if unknown:
             raise RewardError(
@@ -162,7 +166,7 @@ class RewardScorer:
                 f"there are recipes for {', '.join(map(repr, self._recipes))}: add one, or correct the label column",
             )
 
-    def _source_scores(self, place: int, samples: Sequence[Sample]) -> AnyArray:
+    def _source_scores(self, place: int, samples: Sequence[RolloutSample]) -> AnyArray:
         """Returns the (B,) scores of a source, 0 for samples whose recipe does not use it."""
         # A reward model may be slow or paid: it sees the samples whose recipe weights it, and no others.
         wanted = [row for row, sample in enumerate(samples) if self._uses(sample.label, place)]
@@ -177,7 +181,9 @@ class RewardScorer:
             return True
         return any(component.rule is None and component.source == place for component in self._recipes[label])
 
-    def _combined(self, reward_fn: Callable[..., Any], samples: Sequence[Sample], numbers: list[AnyArray]) -> Scored:
+    def _combined(
+        self, reward_fn: Callable[..., Any], samples: Sequence[RolloutSample], numbers: list[AnyArray]
+    ) -> SampleScores:
         columns = {name: [getattr(sample, name) for sample in samples] for name in ("label", "query", "reference")}
         models = [torch.from_numpy(scores).float() for scores in numbers]
         further = () if self._reads_models_only else (*columns.values(), self._label_map)
@@ -195,9 +201,9 @@ class RewardScorer:
             str(name): numbers_in(values, len(samples), f"reward_fn, metric {name!r}")
             for name, values in metrics.items()
         }
-        return Scored(numbers_in(rewards, len(samples), "reward_fn"), by_name)
+        return SampleScores(numbers_in(rewards, len(samples), "reward_fn"), by_name)
 
-    def _mixed(self, samples: Sequence[Sample], numbers: list[AnyArray]) -> Scored:
+    def _mixed(self, samples: Sequence[RolloutSample], numbers: list[AnyArray]) -> SampleScores:
         """Returns the weighted sum of the components of each sample's recipe."""
         rewards, metrics = np.zeros(len(samples)), dict[str, AnyArray]()
 
@@ -219,7 +225,7 @@ class RewardScorer:
                 add("model_reward" if component.rule is None else "rule_reward", row, weighted)
                 for name, part in parts.items():
                     add(name, row, part)
-        return Scored(rewards, metrics)
+        return SampleScores(rewards, metrics)
 
 
 def _has(recipes: Mapping[Any, object], label: object) -> bool:
@@ -297,7 +303,7 @@ def _rule(where: str, kind: Any) -> _Rule:
 
 def _parameters_of(where: str, rule: Rule) -> Collection[str]:
     """Returns the names of a rule's arguments. Raises ConfigError for an unknown required parameter."""
-    columns = _columns(Sample("", "", "", np.zeros(0, np.int32), np.zeros(0, np.int32)))
+    columns = _columns(RolloutSample("", "", "", np.zeros(0, np.int32), np.zeros(0, np.int32)))
     parameters = inspect.signature(rule).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return columns.keys()
@@ -312,7 +318,7 @@ def _parameters_of(where: str, rule: Rule) -> Collection[str]:
     return [p.name for p in named if p.name in columns]
 
 
-def _columns(sample: Sample) -> dict[str, Any]:
+def _columns(sample: RolloutSample) -> dict[str, Any]:
     """Returns the possible arguments of a rule, by the name of the parameter."""
     return {
         "prompt": sample.prompt,

@@ -30,7 +30,7 @@ from trivium.types import AnyArray, IntArray, Media
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RolloutSample:
     """The input of a reward: one rollout."""
 
     prompt: str
@@ -57,7 +57,7 @@ class RewardSource(Protocol):
 
     label: str
 
-    def score(self, samples: Sequence[Sample]) -> AnyArray:
+    def score(self, samples: Sequence[RolloutSample]) -> AnyArray:
         """Returns (B,) finite scores, or raises RewardError."""
         ...
 
@@ -133,13 +133,13 @@ class CallSource:
         self._names = _parameters(function, label)
 
     @torch.no_grad()
-    def score(self, samples: Sequence[Sample]) -> AnyArray:
+    def score(self, samples: Sequence[RolloutSample]) -> AnyArray:
         """Returns (B,) finite scores, or raises RewardError."""
         step = self._batch_size or max(1, len(samples))
         parts = [self._scored(samples[at : at + step]) for at in range(0, len(samples), step)]
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def _scored(self, samples: Sequence[Sample]) -> AnyArray:
+    def _scored(self, samples: Sequence[RolloutSample]) -> AnyArray:
         try:
             result = self._function(**self._arguments(samples))
         except Exception as error:
@@ -147,7 +147,7 @@ class CallSource:
             raise RewardError(f"scores from {self.label}", cause, "fix the reward: nothing is scored 0") from error
         return numbers_in(result, len(samples), self.label)
 
-    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def _arguments(self, samples: Sequence[RolloutSample]) -> dict[str, Any]:
         if self._is_huggingface and any(sample.images for sample in samples):
             raise DataError(
                 "scores of samples with images",
@@ -185,7 +185,7 @@ def _parameters(function: Callable[..., Any], label: str) -> tuple[str, ...]:
 
 
 def _arguments_of(
-    samples: Sequence[Sample], pad: int, device: torch.device, *, aligned: bool = True
+    samples: Sequence[RolloutSample], pad: int, device: torch.device, *, aligned: bool = True
 ) -> dict[str, Callable[[], Any]]:
     """Returns argument name -> function that computes it, for the names in LightRFT, OpenRLHF and Trivium."""
 
@@ -216,7 +216,7 @@ def _arguments_of(
     }
 
 
-def _padded(samples: Sequence[Sample], pad: int, aligned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(samples: Sequence[RolloutSample], pad: int, aligned: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ((B, S) tokens, (B, S) mask), padded on the right. `aligned` also pads on the left, so that all responses
     begin in one column."""
     prompts = [len(sample.tokens) - len(sample.response_tokens) if aligned else 0 for sample in samples]
@@ -252,12 +252,12 @@ class DirectorySource:
         else:
             self._scorer = SequenceScorer(model)
 
-    def score(self, samples: Sequence[Sample]) -> AnyArray:
+    def score(self, samples: Sequence[RolloutSample]) -> AnyArray:
         """Returns (B,) scores of the last tokens. Appends an end-of-sequence token to truncated responses first."""
         scores = self._scorer.scores([self._ended(sample) for sample in samples])
         return numbers_in(scores, len(samples), self.label)
 
-    def _ended(self, sample: Sample) -> Conversation:
+    def _ended(self, sample: RolloutSample) -> Conversation:
         tokens = np.asarray(sample.tokens, np.int32)
         if sample.truncated and self._eos is not None:
             tokens = np.append(tokens, np.int32(self._eos))
@@ -273,7 +273,7 @@ class RemoteSource:
     def __init__(self, label: str, reward: RemoteReward) -> None:
         self.label, self._reward = label, reward
 
-    def score(self, samples: Sequence[Sample]) -> AnyArray:
+    def score(self, samples: Sequence[RolloutSample]) -> AnyArray:
         """Returns (B,) finite scores. Raises RewardError if the service fails for a sample."""
         results = run_here(self._reward.score_batch([_remote_sample(sample) for sample in samples]))
         for row, result in enumerate(results):
@@ -285,7 +285,7 @@ class RemoteSource:
         return numbers_in(scores, len(samples), self.label)
 
 
-def _remote_sample(sample: Sample) -> RemoteSample:
+def _remote_sample(sample: RolloutSample) -> RemoteSample:
     return RemoteSample(
         sample.prompt,
         sample.completion,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, Table, if_on, ignored, under
+from trivium.frontdoors.tables import Entry, Ignored, KeyTable, Mapped, Moved, Restricted, if_on, ignored, under
 from trivium.frontdoors.trinity.config.keys_of_data import (
     DATA_PROCESSOR,
     EXPLORER_INPUT,
@@ -265,7 +265,7 @@ _SYNCHRONIZER: dict[str, Entry] = {
     **ignored(FILLED_IN, "explorer_world_size ray_namespace group_name"),
 }
 
-TABLE = Table(
+TABLE = KeyTable(
     {
         **_TOP,
         **under("algorithm", _ALGORITHM),
@@ -288,7 +288,7 @@ def _targets(names: object) -> list[str] | None:
     return None if names == "all-linear" else [names] if isinstance(names, str) else names  # pyright: ignore[reportReturnType]
 
 
-LORA = Table(
+LORA = KeyTable(
     {
         "path": Mapped("train.lora.path", type=str),
         "lora_rank": Mapped("train.lora.rank", 32, when={"path": False}),
@@ -301,7 +301,7 @@ LORA = Table(
 )
 """An item of model.lora_configs."""
 
-AUXILIARY_MODEL = Table(
+AUXILIARY_MODEL = KeyTable(
     {name: Ignored("the trainer scores a teacher, and the user serves a judge") for name in _ROLLOUT_MODEL}
     | {"model_path": Mapped("algorithm.teacher.path", type=str)}
     | {"engine_num": Mapped("the GPUs that the trainer does not get", 1)}
@@ -362,7 +362,7 @@ def _of_trainer_config(key: str, entry: Entry) -> Entry:
 
 
 # Trinity ignores, with a warning, the keys here that it owns itself: they are accepted, without effect.
-TRAINER_CONFIG = Table(
+TRAINER_CONFIG = KeyTable(
     {
         **{
             key: _of_trainer_config(key, entry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, Table, ignored, under
+from trivium.frontdoors.tables import Entry, Ignored, KeyTable, Mapped, Restricted, ignored, under
 
 FILLED_IN = "Trinity-RFT fills it in by itself"
 _OFF = (None, False)
@@ -91,10 +91,10 @@ _REPLAY: dict[str, Entry] = {
     "replay_buffer_kwargs": Mapped("as priority_fn and priority_fn_args of replay_buffer", {}),
 }
 
-TASKSET = Table({**_STORED, **_ROLLED_OUT, **{name: Ignored("tasks are not replayed") for name in _REPLAY}})
+TASKSET = KeyTable({**_STORED, **_ROLLED_OUT, **{name: Ignored("tasks are not replayed") for name in _REPLAY}})
 """buffer.explorer_input.taskset, and the items of tasksets and eval_tasksets."""
 
-EXPERIENCE_BUFFER = Table(
+EXPERIENCE_BUFFER = KeyTable(
     {
         **_STORED,
         **{name: Ignored("of tasksets") for name in _ROLLED_OUT},

@@ -14,7 +14,7 @@ from typing import Any
 from trivium.config import merged, read_yaml
 from trivium.foundation.errors import Problem, TriviumError
 from trivium.frontdoors.plain_values import plain, resolved, unescaped
-from trivium.frontdoors.tables import Settings, Table
+from trivium.frontdoors.tables import KeyTable, Settings
 from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET
 from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS, path_of
@@ -168,14 +168,14 @@ class TrinityConfig:
         trainer_input = {**buffer["trainer_input"], "sft_warmup_steps": 0}
         return {**self.plain, "buffer": {**buffer, "trainer_input": trainer_input}}
 
-    def _read(self, table: Table, value: object, where: str) -> Settings:
+    def _read(self, table: KeyTable, value: object, where: str) -> Settings:
         settings = table.read(value)
         prefix = f"{where}." if where else ""
         self.problems += [Problem(prefix + p.where, p.asked, p.found, p.do) for p in settings.problems]
         self.notes += [f"{prefix}{note}" for note in settings.notes()] if where else []
         return settings
 
-    def _read_items(self, table: Table, values: Any, where: str) -> list[Settings]:
+    def _read_items(self, table: KeyTable, values: Any, where: str) -> list[Settings]:
         return [self._read(table, value, f"{where}[{number}]") for number, value in enumerate(values or ())]
 
     def _file(self, path: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def names_of(verl: Settings) -> dict[str, str]:
     if _bypasses(verl) and verl[f"{_CORRECTION}.loss_type"] == "reinforce":
         loss = "reinforce"
     advantage = "" if advantage_address(estimator) else _ESTIMATORS.get(estimator, estimator)
+    # In a group of one, verl subtracts 0 and divides by 1.
     alone = verl[f"{ROLLOUT}.n"] == 1 and advantage in SINGLE
     return {"advantage": "reinforce" if alone else advantage, "loss": loss}
 
@@ -49,16 +50,16 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     """Returns the fields of the algorithm that follow from several keys."""
     estimator = str(verl["algorithm.adv_estimator"])
     kind, loss = names_of(verl)["advantage"], _policy_loss(verl)
-    own = advantage_address(estimator)
-    problems += _unknown(kind, "advantages", "algorithm.adv_estimator", "register_adv_est") if own is None else ()
+    address = advantage_address(estimator)
+    problems += _unknown(kind, "advantages", "algorithm.adv_estimator", "register_adv_est") if address is None else ()
     problems += _unknown(loss["kind"], "policy_losses", f"{ACTOR}.policy_loss.loss_mode", "register_policy_loss")
-    if own is None:
+    if address is None:
         problems += _unread_by_estimator(verl, _ESTIMATORS.get(estimator, estimator))
     problems += _pf_ppo_problems(verl)
     epochs, mini_batches = verl[f"{ACTOR}.ppo_epochs"], _mini_batches(verl)
     algorithm: dict[str, Any] = {
         "kind": "ppo" if kind == "gae" else "grpo",
-        "advantage": {"kind": kind, **_gdpo(verl, kind, problems)} if own is None else _own(verl, own),
+        "advantage": {"kind": kind, **_gdpo(verl, kind, problems)} if address is None else _own(verl, address),
         "policy_loss": loss,
         "mini_batches": mini_batches,
     }
@@ -98,9 +99,10 @@ def _dynamic_sampling(verl: Settings, problems: list[Problem]) -> dict[str, Any]
         return {}
     metric, batches = str(verl[f"{where}.metric"]), verl[f"{where}.max_num_gen_batches"]
     if metric == "seq_final_reward" and verl["algorithm.use_kl_in_reward"]:
-        found = "groups are filtered before the KL is taken off their rewards"
-        problems.append(Problem(f"{where}.metric", repr(metric), found, "use seq_reward"))
+        cause = "groups are filtered before the KL is taken off their rewards"
+        problems.append(Problem(f"{where}.metric", repr(metric), cause, "use seq_reward"))
     of_step = max(1, (verl["data.gen_batch_size"] or 0) // verl["data.train_batch_size"])
+    # The first batch is no replacement.
     refill = batches * of_step - 1 if batches > 0 else _UNLIMITED
     return {"filters": [{"kind": _FILTER, "metric": metric}], "refill": refill}
 
@@ -148,16 +150,16 @@ def _unread_by_estimator(verl: Settings, kind: str) -> Iterator[Problem]:
         readers = entry.when["advantage"]
         unread = kind != readers if isinstance(readers, str) else kind not in readers
         if unread and value != entry.default and not (name == "lam" and kind == "reinforce_plus_plus"):
-            found = f"adv_estimator {kind!r} does not read it"
-            yield Problem(key, repr(value), found, "leave it out, or use another estimator")
+            cause = f"adv_estimator {kind!r} does not read it"
+            yield Problem(key, repr(value), cause, "leave it out, or use another estimator")
 
 
 def _pf_ppo_problems(verl: Settings) -> Iterator[Problem]:
     """Yields problems of PF-PPO with an estimator that verl does not apply it to, and of an unknown method."""
     estimator, where = verl["algorithm.adv_estimator"], "algorithm.pf_ppo.reweight_method"
     if verl["algorithm.use_pf_ppo"] and estimator != "gae":
-        found = f"with adv_estimator {estimator!r} it has no effect"
-        yield Problem("algorithm.use_pf_ppo", "True", found, "use gae, or algorithm.resample in a RunConfig")
+        cause = f"with adv_estimator {estimator!r} it has no effect"
+        yield Problem("algorithm.use_pf_ppo", "True", cause, "use gae, or algorithm.resample in a RunConfig")
     entry = TABLE.entries[where]
     assert isinstance(entry, Mapped)
     if entry.converted(verl[where]) is None:
@@ -173,6 +175,7 @@ def _policy_loss(verl: Settings) -> dict[str, Any]:
         options = LOSSES[kind].options
         return {"kind": kind} | {o: verl.first(*(f"{ACTOR}.{key}" for key in keys)) for o, keys in options.items()}
     low = verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio")
+    # A ratio is above 0, so every bound from 1 on is the same; here, larger ones are refused.
     return {"kind": kind} | ({"clip_low": 1.0} if low > 1 and kind in LOSSES and LOSSES[kind].clips_ratio else {})
 
 
@@ -216,8 +219,8 @@ def _gdpo(verl: Settings, kind: str, problems: list[Problem]) -> dict[str, Any]:
     if kind != "gdpo" or not weights:
         return {}
     if len(weights) != len(names or []):
-        found, do = f"gdpo_reward_keys has {len(names or [])} name(s)", "give one weight for each name"
-        problems.append(Problem("algorithm.gdpo_reward_weights", repr(weights), found, do))
+        cause, do = f"gdpo_reward_keys has {len(names or [])} name(s)", "give one weight for each name"
+        problems.append(Problem("algorithm.gdpo_reward_weights", repr(weights), cause, do))
     return {"weights": dict(zip(names or [], weights, strict=False))}
 
 
@@ -225,9 +228,9 @@ def distillation_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     """Returns the algorithm of on-policy distillation, which replaces that of the other keys."""
     paths = [path for key in ("teacher_models", "teacher_model") for path in _paths(verl[f"distillation.{key}"])]
     if len(paths) != 1:
-        found = f"{len(paths)} teachers"
+        cause = f"{len(paths)} teachers"
         do = "name one: distillation.teacher_models.teacher_model.model_path"
-        problems.append(Problem("distillation.teacher_models", "the model_path of one teacher", found, do))
+        problems.append(Problem("distillation.teacher_models", "the model_path of one teacher", cause, do))
         return {"kind": "reinforce"}
     mode = str(verl["distillation.distillation_loss.loss_mode"])
     top_k = verl["distillation.distillation_loss.topk"]

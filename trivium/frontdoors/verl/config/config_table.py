@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, Table, if_on, ignored, under
+from trivium.frontdoors.tables import Entry, Ignored, KeyTable, Mapped, Moved, Restricted, if_on, ignored, under
 from trivium.frontdoors.verl.config.keys_of_models import (
     ACTOR,
     CRITIC,
@@ -261,4 +261,5 @@ _KEYS: dict[str, Entry] = {
 
 _UNSUPPORTED = {"verl_megatron": "Megatron", "megatron": "Megatron"}
 
-TABLE = Table(_KEYS, unsupported=_UNSUPPORTED, marks=frozenset({"_target_"}))
+# `_target_` names the class that Hydra would build of a section: it is no setting.
+TABLE = KeyTable(_KEYS, unsupported=_UNSUPPORTED, marks=frozenset({"_target_"}))

@@ -17,6 +17,7 @@ def conflicts(verl: Settings, has_validation: bool, engine: str) -> Iterator[Pro
     the rollout engine."""
     mini_key = f"{ACTOR}.ppo_mini_batch_size"
     batch, mini = verl["data.train_batch_size"], verl[mini_key]
+    # The default, 256, may exceed a small batch, which is then one mini-batch.
     if mini != verl.table.default_of(mini_key) and (mini > batch or batch % mini):
         yield Problem(
             mini_key,
@@ -35,9 +36,9 @@ def conflicts(verl: Settings, has_validation: bool, engine: str) -> Iterator[Pro
         yield Problem("defaults", str(verl.values["defaults"]), "Megatron is not supported", "use the FSDP configs")
     top_p = verl[f"{ROLLOUT}.top_p"]
     if engine == "vllm" and top_p != 1 and verl[f"{ROLLOUT}.top_k"] in (-1, 0):
-        found = "the trainer computes probabilities over the tokens that vLLM kept, which it lists up to top_k of them"
+        cause = "the trainer computes probabilities over the tokens that vLLM kept, which it lists up to top_k of them"
         do = "set rollout.top_k, too, leave it out (val_kwargs may set it), or set rollout.name: torch"
-        yield Problem(f"{ROLLOUT}.top_p", f"top_p = {top_p} in training", found, do)
+        yield Problem(f"{ROLLOUT}.top_p", f"top_p = {top_p} in training", cause, do)
     yield from _critic_conflicts(verl)
     yield from _model_conflicts(verl)
     yield from _trainer_conflicts(verl, has_validation)
@@ -47,9 +48,9 @@ def _model_conflicts(verl: Settings) -> Iterator[Problem]:
     for section in ("actor_rollout_ref.model", "critic.model", "reward_model.model"):
         described = Path(verl[f"{section}.path"] or "") / "config.json"
         if verl[f"{section}.trust_remote_code"] and described.is_file() and '"auto_map"' in read_bounded(described):
-            found = f"{described} names code of its own (auto_map), which is not run"
+            cause = f"{described} names code of its own (auto_map), which is not run"
             do = "use a model class that transformers ships, or leave this out"
-            yield Problem(f"{section}.trust_remote_code", "True", found, do)
+            yield Problem(f"{section}.trust_remote_code", "True", cause, do)
     path = verl["actor_rollout_ref.model.path"]
     has_critic = verl["algorithm.adv_estimator"] == "gae"
     if not path:
@@ -100,13 +101,13 @@ def _critic_conflicts(verl: Settings) -> Iterator[Problem]:
     if verl["algorithm.adv_estimator"] != "gae":
         return
     name = "ulysses_sequence_parallel_size"
-    actor, own = verl.first(f"{ACTOR}.{name}", f"{ACTOR}.fsdp_config.{name}"), verl.values.get(f"critic.{name}")
-    if own not in (None, actor):
+    actor, critic = verl.first(f"{ACTOR}.{name}", f"{ACTOR}.fsdp_config.{name}"), verl.values.get(f"critic.{name}")
+    if critic not in (None, actor):
         yield Problem(
-            f"critic.{name}", repr(own), f"the actor has {actor!r}", "leave it out: the critic follows the actor"
+            f"critic.{name}", repr(critic), f"the actor has {actor!r}", "leave it out: the critic follows the actor"
         )
-    own, batch = verl["critic.ppo_mini_batch_size"], verl["data.train_batch_size"]
-    if own not in (None, verl[f"{ACTOR}.ppo_mini_batch_size"]) and (own > batch or batch % own):
-        found = f"a step has {batch} (data.train_batch_size)"
+    mini, batch = verl["critic.ppo_mini_batch_size"], verl["data.train_batch_size"]
+    if mini not in (None, verl[f"{ACTOR}.ppo_mini_batch_size"]) and (mini > batch or batch % mini):
+        cause = f"a step has {batch} (data.train_batch_size)"
         do = "make it a divisor of data.train_batch_size"
-        yield Problem("critic.ppo_mini_batch_size", f"mini-batches of {own} prompts", found, do)
+        yield Problem("critic.ppo_mini_batch_size", f"mini-batches of {mini} prompts", cause, do)

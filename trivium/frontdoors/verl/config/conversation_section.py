@@ -30,18 +30,18 @@ def has_conversation(verl: Settings) -> bool:
 def workflow_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     """Returns the workflow, without the fields that rows of the table set; empty for one turn."""
     if verl[_LOOP] not in ("single_turn_agent", "tool_agent") or verl[f"{ROLLOUT}.agent.agent_loop_config_path"]:
-        found = "an agent loop of your own requests tokens from verl's inference servers"
+        cause = "an agent loop of your own requests tokens from verl's inference servers"
         do = "write it as a workflow (docs/extend-workflow.md), and use workflow.kind in a RunConfig"
         key = _LOOP if verl.has(_LOOP) else f"{ROLLOUT}.agent.agent_loop_config_path"
-        problems.append(Problem(key, repr(verl[key]), found, do))
+        problems.append(Problem(key, repr(verl[key]), cause, do))
     if not has_conversation(verl):
         return {}
     for key, load in _FILES.items():
         problems += _problems(key, verl[key] or "", load)
     if (notation := verl[f"{_TURNS}.format"]) not in FORMATS:
         do = f"use one of {', '.join(FORMATS)}, and a model that is trained on it"
-        found = "tool calls are read in the notations of Hermes and Llama"
-        problems.append(Problem(f"{_TURNS}.format", repr(notation), found, do))
+        cause = "tool calls are read in the notations of Hermes and Llama"
+        problems.append(Problem(f"{_TURNS}.format", repr(notation), cause, do))
     return {
         "kind": "multi_turn",
         "environment": "trivium.frontdoors.verl.tool_environment:ToolEnvironment",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, if_on, ignored
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, if_on, ignored, unless_all_linear
 from trivium.frontdoors.verl.config.keys_of_conversations import CONVERSATIONS
 
 CUT = "micro-batches are formed by number of tokens; the gradient does not depend on them"
@@ -229,11 +229,6 @@ REFERENCE: dict[str, Entry] = {
 _LORA = {"actor_rollout_ref.model.lora_rank": True, "actor_rollout_ref.model.lora_adapter_path": False}
 
 
-def _unless_all(names: object) -> object:
-    """Returns the module names of an adapter; None for all linear layers."""
-    return None if names == "all-linear" else names
-
-
 MODEL: dict[str, Entry] = {
     "path": Mapped("model.path", type=Path),
     "hf_config_path": Restricted((None,), "put config.json into the model directory"),
@@ -257,7 +252,7 @@ MODEL: dict[str, Entry] = {
     "use_remove_padding": Ignored(_PADDING),
     "lora_rank": Mapped("train.lora.rank", 0, when=_LORA),
     "lora_alpha": Mapped("train.lora.alpha", 16, when=_LORA),
-    "target_modules": Mapped("train.lora.targets", "all-linear", type=object, when=_LORA, convert=_unless_all),
+    "target_modules": Mapped("train.lora.targets", "all-linear", type=object, when=_LORA, convert=unless_all_linear),
     "exclude_modules": Mapped("train.lora.exclude", type=object, when=_LORA),
     "target_parameters": Restricted((None,), "list the adapted modules in target_modules"),
     "lora_adapter_path": Mapped("train.lora.path", type=Path, note="the adapter has its own rank, alpha and targets"),
@@ -326,6 +321,7 @@ ROLLOUT: dict[str, Entry] = {
     "dtype": Mapped("engine.dtype", convert=dtype_of),
     "seed": Ignored("run.seed seeds everything"),
     "ignore_eos": Restricted(OFF, "leave it out"),
+    # verl's rate is a part of what is requested, over_rollout of what is trained.
     "over_sample_rate": Mapped("schedule.over_rollout", 0.0, convert=lambda rate: rate / (1 - rate) if rate else None),
     "tensor_model_parallel_size": Mapped("engine.tensor_parallel_size", type=int, when=VLLM_ON_GPU),
     "data_parallel_size": Mapped("engine.data_parallel_size", type=int, when=VLLM_ON_GPU),

@@ -12,7 +12,7 @@ from trivium.frontdoors.verl.config.keys_of_models import dtype_of
 from trivium.frontdoors.verl.config.keys_of_rewards import REWARD_MODEL_TYPES
 from trivium.frontdoors.verl.data import read_files
 from trivium.frontdoors.verl.group_filter import OF_REWARD
-from trivium.frontdoors.verl.rewards.reward_loading import reward_kwargs_of
+from trivium.frontdoors.verl.rewards.reward_loading import address, reward_kwargs_of
 
 _HERE = "set it, or use RayPPOTrainer (python -m trivium.frontdoors.verl)"
 
@@ -31,8 +31,8 @@ def tasks_of(verl: Settings, split: str, problems: list[Problem]) -> dict[str, A
         return {"kind": kind, "model": model, "split": split, "data": verl.section("data")}
     kinds = {"jsonl" if Path(file).suffix in (".jsonl", ".json") else "parquet" for file in files}
     if len(kinds) != 1:
-        found = "files of JSON lines and Parquet files" if kinds else "none"
-        problems.append(Problem(f"data.{split}_files", "data files of one kind", found, "name files of one type"))
+        cause = "files of JSON lines and Parquet files" if kinds else "none"
+        problems.append(Problem(f"data.{split}_files", "data files of one kind", cause, "name files of one type"))
     path = files[0] if len(files) == 1 else files
     images = {} if verl["data.image_key"] == "images" else {"images": verl["data.image_key"]}
     return {"kind": min(kinds, default=""), "path": path, "prompt": verl["data.prompt_key"], **images} | (
@@ -57,28 +57,28 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
     """Returns the reward that the config names: a reward model, a scorer, or the grader of each `data_source`."""
     manager, scorer = verl["reward_manager.name"], verl["custom_reward_function.path"]
     components = (verl["algorithm.gdpo_reward_keys"] or []) if verl["algorithm.adv_estimator"] == "gdpo" else []
-    known = (*_EACH, *(["gdpo"] if components else []), *(["batch"] if scorer else []))
-    if manager not in known or verl["reward_manager.source"] == "importlib":
-        found = "a RunConfig calls a reward for each completion"
-        problems.append(Problem("reward_manager.name", repr(manager), found, f"use naive, or {_HERE}"))
+    managers = (*_EACH, *(["gdpo"] if components else []), *(["batch"] if scorer else []))
+    if manager not in managers or verl["reward_manager.source"] == "importlib":
+        cause = "a RunConfig calls a reward for each completion"
+        problems.append(Problem("reward_manager.name", repr(manager), cause, f"use naive, or {_HERE}"))
     metric = verl["algorithm.filter_groups.metric"]
     if verl["algorithm.filter_groups.enable"] and metric not in (OF_REWARD if scorer else (*OF_REWARD, "acc")):
-        found = "a RunConfig keeps only the score of a completion"
-        problems.append(Problem("algorithm.filter_groups.metric", repr(metric), found, f"use reward, or {_HERE}"))
+        cause = "a RunConfig keeps only the score of a completion"
+        problems.append(Problem("algorithm.filter_groups.metric", repr(metric), cause, f"use reward, or {_HERE}"))
     if verl["reward_model.enable"]:
         dtype = reward_model_dtype(verl)
         return [{"kind": "model", "path": verl["reward_model.model.path"]} | ({"dtype": dtype} if dtype else {})]
-    if path := scorer:
-        function = f"{path.removeprefix('pkg://').removeprefix('file://')}:{verl['custom_reward_function.name']}"
+    if scorer:
+        function = address(scorer, verl["custom_reward_function.name"])
         options = verl["custom_reward_function.reward_kwargs"] or {}
         kind = "trivium.frontdoors.verl.scored_reward:ScoredReward"
         reward: dict[str, Any] = {"kind": kind, "function": function} | ({"options": options} if options else {})
         reward |= {"batched": True} if manager == "batch" else {}
         return [reward | {"name": key, "key": key} for key in components] or [reward]
     if components:
-        found = "the scorer of each data_source returns one number"
+        cause = "the scorer of each data_source returns one number"
         do = "name a scorer that returns them: custom_reward_function.path"
-        problems.append(Problem("algorithm.gdpo_reward_keys", repr(components), found, do))
+        problems.append(Problem("algorithm.gdpo_reward_keys", repr(components), cause, do))
     limit = verl["reward_model.sandbox_fusion.memory_limit_mb"]
     return [{"kind": "by_source", "memory_limit_mb": limit} if limit != 1024 else "by_source"]
 
@@ -160,8 +160,8 @@ def notes_of(verl: Settings, run: Mapping[str, Any], rows: int | None) -> Iterat
 def _engine_notes(verl: Settings, kind: str) -> Iterator[str]:
     name, size = verl[f"{_ENGINE}.name"], verl[f"{_ENGINE}.tensor_model_parallel_size"]
     if name not in (kind, "hf"):
-        shown = "vLLM" if kind == "vllm" else "the built-in engine"
-        yield f"{_ENGINE}.name: {shown} samples instead of {name}"
+        engine = "vLLM" if kind == "vllm" else "the built-in engine"
+        yield f"{_ENGINE}.name: {engine} samples instead of {name}"
     if (size or 1) > 1 and kind == "torch":
         yield f"{_ENGINE}.tensor_model_parallel_size: the built-in engine holds the whole model on one device"
     if verl.has(f"{_ENGINE}.gpu_memory_utilization") and kind == "torch":

@@ -42,5 +42,6 @@ def adopt_checkpoint(source: Path, store: CheckpointStore) -> None:
             shutil.copytree(history, run_dir / name, dirs_exist_ok=True)
         elif history.is_file():
             shutil.copyfile(history, run_dir / name)
+    # The checkpoint appears last: a command that dies before finds none, and copies again.
     atomic_write(mark, str(source))
     staging.rename(store.directory / source.name)

@@ -53,23 +53,23 @@ _ATTRIBUTES = {
 def absent(name: str) -> AttributeError:
     """Returns the error for an attribute that a RayPPOTrainer does not have."""
     instead = _METHODS.get(name) or _ATTRIBUTES.get(name)
-    known = f"RayPPOTrainer has no {name!r} here: {instead}" if instead else f"RayPPOTrainer has no attribute {name!r}"
-    return AttributeError(known, name=name)
+    text = f"RayPPOTrainer has no {name!r} here: {instead}" if instead else f"RayPPOTrainer has no attribute {name!r}"
+    return AttributeError(text, name=name)
 
 
-def refuse_unused(cls: type, own: type) -> None:
+def refuse_unused(cls: type, shipped: type) -> None:
     """Raises ConfigError if a subclass of `own` overrides a method that is never called."""
-    overridden = [name for name in _METHODS if any(name in vars(base) for base in _above(cls, own))]
+    overridden = [name for name in _METHODS if any(name in vars(base) for base in _above(cls, shipped))]
     if overridden:
         raise ConfigError(
             f"{cls.__name__}.{overridden[0]}", "RayPPOTrainer does not call this method", _METHODS[overridden[0]]
         )
 
 
-def _above(cls: type, own: type) -> Iterator[type]:
+def _above(cls: type, shipped: type) -> Iterator[type]:
     """Yields the classes before `own` in the method resolution order."""
     for base in cls.__mro__:
-        if base is own:
+        if base is shipped:
             return
         yield base
 

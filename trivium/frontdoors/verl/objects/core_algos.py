@@ -50,7 +50,7 @@ class RegistryError(ConfigError, ValueError):
 
 
 @dataclass(frozen=True)
-class Estimator:
+class EstimatorOfVerl:
     """The estimator of `trivium.algorithms` that a name of verl stands for."""
 
     function: str
@@ -82,18 +82,20 @@ class Estimator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Returns (advantages, returns). `index` (B,) names the groups. Raises TypeError for a missing argument."""
-        given = self.__signature__.bind(*args, **kwargs).arguments
-        rewards, mask = given[_REWARDS], given[_MASK].bool()
+        arguments = self.__signature__.bind(*args, **kwargs).arguments
+        rewards, mask = arguments[_REWARDS], arguments[_MASK].bool()
         rows = torch.arange(len(rewards))
-        index = given.get("index")
+        index = arguments.get("index")
         group = rows if index is None else torch.from_numpy(numbered(_hashable(index)))
         columns = {
             column: tensor if tensor.dim() > 1 else tensor.unsqueeze(-1).expand(mask.shape)
             for name, column in self.columns.items()
-            if (tensor := given.get(name)) is not None
+            if (tensor := arguments.get(name)) is not None
         }
         options = {
-            option: value for option, keys in self.options.items() if (value := first_value(given, keys)) is not None
+            option: value
+            for option, keys in self.options.items()
+            if (value := first_value(arguments, keys)) is not None
         }
         inputs = AdvantageInputs(rewards, mask, group, rows, columns)
         advantages, returns = resolve("advantages", self.kind)(inputs, **options, **self.fixed)
@@ -114,8 +116,8 @@ _TOKEN_BASELINE: dict[str, Any] = {
     },
     "options": {"handle_zero_tail": ("handle_zero_tail",)},
 }
-ESTIMATORS: Mapping[str, Estimator] = {
-    "gae": Estimator(
+ESTIMATORS: Mapping[str, EstimatorOfVerl] = {
+    "gae": EstimatorOfVerl(
         "compute_gae_advantage_return",
         "gae",
         (_REWARDS, "values", _MASK, "gamma", "lam"),
@@ -124,9 +126,9 @@ ESTIMATORS: Mapping[str, Estimator] = {
         columns={"values": "values"},
         options={"gamma": ("gamma",), "lam": ("lam",)},
     ),
-    "grpo": Estimator("compute_grpo_outcome_advantage", "grpo", **_BY_STD),
-    "grpo_vectorized": Estimator("compute_grpo_vectorized_outcome_advantage", "grpo", **_BY_STD),
-    "grpo_passk": Estimator(
+    "grpo": EstimatorOfVerl("compute_grpo_outcome_advantage", "grpo", **_BY_STD),
+    "grpo_vectorized": EstimatorOfVerl("compute_grpo_vectorized_outcome_advantage", "grpo", **_BY_STD),
+    "grpo_passk": EstimatorOfVerl(
         "compute_grpo_passk_outcome_advantage",
         "grpo_passk",
         optional=_BY_STD["optional"],
@@ -135,39 +137,40 @@ ESTIMATORS: Mapping[str, Estimator] = {
             "norm_by_std": ("config.norm_adv_by_std_in_grpo", "norm_adv_by_std_in_grpo"),
         },
     ),
-    "reinforce_plus_plus": Estimator(
+    "reinforce_plus_plus": EstimatorOfVerl(
         "compute_reinforce_plus_plus_outcome_advantage",
         "reinforce_plus_plus",
         (_REWARDS, _MASK),
         {"config": None},
         options={"gamma": ("config.gamma",)},
     ),
-    "reinforce_plus_plus_baseline": Estimator(
+    "reinforce_plus_plus_baseline": EstimatorOfVerl(
         "compute_reinforce_plus_plus_baseline_outcome_advantage", "reinforce_plus_plus_baseline"
     ),
-    "remax": Estimator(
+    "remax": EstimatorOfVerl(
         "compute_remax_outcome_advantage",
         "remax",
         (_REWARDS, "reward_baselines", _MASK),
         {"config": None},
         columns={"reward_baselines": "greedy_reward"},
     ),
-    "rloo": Estimator("compute_rloo_outcome_advantage", "rloo"),
-    "rloo_vectorized": Estimator("compute_rloo_vectorized_outcome_advantage", "rloo", fixed={"alone": "zero"}),
-    "opo": Estimator("compute_opo_outcome_advantage", "opo"),
-    "gpg": Estimator(
+    "rloo": EstimatorOfVerl("compute_rloo_outcome_advantage", "rloo"),
+    # verl's two functions differ for a group of one: its reward, and here 0.
+    "rloo_vectorized": EstimatorOfVerl("compute_rloo_vectorized_outcome_advantage", "rloo", fixed={"alone": "zero"}),
+    "opo": EstimatorOfVerl("compute_opo_outcome_advantage", "opo"),
+    "gpg": EstimatorOfVerl(
         "compute_gpg_outcome_advantage",
         "gpg",
         optional={"epsilon": 1e-6, "f_norm": 1.0, "alpha": 1.0, "config": None},
         options={"f_norm": ("f_norm",)},
     ),
-    "optimal_token_baseline": Estimator(
+    "optimal_token_baseline": EstimatorOfVerl(
         "compute_optimal_token_baseline_advantage",
         "optimal_token_baseline",
         optional={"rollout_is_weights": None, "handle_zero_tail": False, "epsilon": 1e-8, "config": None},
         **_TOKEN_BASELINE,
     ),
-    "tir_optimal_token_baseline": Estimator(
+    "tir_optimal_token_baseline": EstimatorOfVerl(
         "compute_multi_turn_optimal_token_baseline_advantage",
         "tir_optimal_token_baseline",
         optional={"rollout_is_weights": None, "handle_zero_tail": True, "epsilon": 1e-8, "config": None},
@@ -181,7 +184,7 @@ AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name 
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class PolicyLossOfVerl:
     """The loss of `trivium.algorithms` that a `loss_mode` of verl stands for."""
 
     kind: str
@@ -214,6 +217,7 @@ class PolicyLoss:
         options = {name: first_value(config, keys) for name, keys in self.options.items()}
         options = {name: value for name, value in options.items() if value is not None}
         if self.clips_ratio and "clip_low" in options:
+            # verl accepts larger bounds, which cut as 1 does.
             options["clip_low"] = min(1.0, options["clip_low"])
         section = plugin("policy_losses")({"kind": self.kind, **options})
         aggregate = self.aggregate or loss_agg_mode or self.default
@@ -226,9 +230,9 @@ class PolicyLoss:
             columns["rollout_is_weights"] = rollout_is_weights
         mask = response_mask.bool()
         inputs = LossInputs(mask, torch.zeros_like(log_prob), columns, log_prob)
-        done = objective.loss(inputs, self._counts(mask, read(config, "global_batch_info", {})))
+        outputs = objective.loss(inputs, self._counts(mask, read(config, "global_batch_info", {})))
         tokens = max(int(mask.sum()), 1)
-        return done.loss, {key: float(value) / tokens for key, value in done.sums.items()}
+        return outputs.loss, {key: float(value) / tokens for key, value in outputs.sums.items()}
 
     def _counts(self, mask: Tensor, info: Mapping[str, Any]) -> LossDenominators:
         """Returns the denominators. `info` holds the counts of the whole step, as in `agg_loss`."""
@@ -243,12 +247,12 @@ class PolicyLoss:
 
 
 _CLIP = {"clip_low": ("clip_ratio_low", "clip_ratio"), "clip_high": ("clip_ratio_high", "clip_ratio")}
-POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "vanilla": PolicyLoss("ppo", {**_CLIP, "dual_clip": ("clip_ratio_c",)}),
-    "gspo": PolicyLoss("gspo", _CLIP, default="seq-mean-token-mean"),
-    "sapo": PolicyLoss("sapo", {"tau_pos": ("tau_pos",), "tau_neg": ("tau_neg",)}, "seq-mean-token-mean"),
-    "gpg": PolicyLoss("reinforce"),
-    "clip_cov": PolicyLoss(
+POLICY_LOSSES: Mapping[str, PolicyLossOfVerl] = {
+    "vanilla": PolicyLossOfVerl("ppo", {**_CLIP, "dual_clip": ("clip_ratio_c",)}),
+    "gspo": PolicyLossOfVerl("gspo", _CLIP, default="seq-mean-token-mean"),
+    "sapo": PolicyLossOfVerl("sapo", {"tau_pos": ("tau_pos",), "tau_neg": ("tau_neg",)}, "seq-mean-token-mean"),
+    "gpg": PolicyLossOfVerl("reinforce"),
+    "clip_cov": PolicyLossOfVerl(
         "clip_cov",
         {
             **_CLIP,
@@ -257,23 +261,25 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
             "cov_high": ("policy_loss.clip_cov_ub",),
         },
     ),
-    "kl_cov": PolicyLoss("kl_cov", {"ratio": ("policy_loss.kl_cov_ratio",), "coef": ("policy_loss.ppo_kl_coef",)}),
-    "geo_mean": PolicyLoss("gmpo", _CLIP, "seq-mean-token-mean"),
-    "cispo": PolicyLoss("cispo", _CLIP),
-    "dppo_tv": PolicyLoss(
+    "kl_cov": PolicyLossOfVerl(
+        "kl_cov", {"ratio": ("policy_loss.kl_cov_ratio",), "coef": ("policy_loss.ppo_kl_coef",)}
+    ),
+    "geo_mean": PolicyLossOfVerl("gmpo", _CLIP, "seq-mean-token-mean"),
+    "cispo": PolicyLossOfVerl("cispo", _CLIP),
+    "dppo_tv": PolicyLossOfVerl(
         "dppo_tv", {"tv_low": _CLIP["clip_low"], "tv_high": _CLIP["clip_high"], "max_ratio": ("clip_ratio_c",)}
     ),
-    "dppo_kl": PolicyLoss(
+    "dppo_kl": PolicyLossOfVerl(
         "dppo_kl", {"kl_low": _CLIP["clip_low"], "kl_high": _CLIP["clip_high"], "max_ratio": ("clip_ratio_c",)}
     ),
-    "dro": PolicyLoss("dro", {"beta": ("policy_loss.dro_beta", "dro_beta")}),
+    "dro": PolicyLossOfVerl("dro", {"beta": ("policy_loss.dro_beta", "dro_beta")}),
 }
 """Each `loss_mode` of verl."""
-LOSSES: Mapping[str, PolicyLoss] = {known.kind: known for known in POLICY_LOSSES.values()}
+LOSSES: Mapping[str, PolicyLossOfVerl] = {loss.kind: loss for loss in POLICY_LOSSES.values()}
 """The same by the names of `trivium.algorithms`."""
 _FUNCTIONS: Mapping[str, Function] = {
-    **{known.function: known for known in ESTIMATORS.values()},
-    **{f"compute_policy_loss_{mode}": known for mode, known in POLICY_LOSSES.items()},
+    **{estimator.function: estimator for estimator in ESTIMATORS.values()},
+    **{f"compute_policy_loss_{mode}": loss for mode, loss in POLICY_LOSSES.items()},
 }
 for _name, _function in _FUNCTIONS.items():  # a script may register a function of verl under another name
     object.__setattr__(_function, "__qualname__", _name)
@@ -342,8 +348,8 @@ def _registered(
     registered = functions.get(key)
     # The module of a function may be loaded twice: by the script, and by the address in a config.
     if key in shipped or (registered is not None and _identity(registered) != _identity(function)):
-        known = f"the estimator or loss {key!r}" if registered is None else name_of(registered)
-        raise RegistryError(f"register {key!r}", f"the name stands for {known}", "choose another name")
+        holder = f"the estimator or loss {key!r}" if registered is None else name_of(registered)
+        raise RegistryError(f"register {key!r}", f"the name stands for {holder}", "choose another name")
     functions[key] = function
     return function
 

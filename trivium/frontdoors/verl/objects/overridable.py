@@ -98,8 +98,8 @@ class OverridableValidator(Validator):
         self.results, self.samples_seen = {}, []
         metrics = numbers(await asyncio.to_thread(self.owner._validate), "_validate")
         if self.samples_seen:
-            shown = {name: [sample[key] for sample in self.samples_seen] for name, key in _SHOWN.items()}
-            await asyncio.to_thread(self.owner._maybe_log_val_generations, **shown)
+            arguments = {name: [sample[key] for sample in self.samples_seen] for name, key in _SHOWN.items()}
+            await asyncio.to_thread(self.owner._maybe_log_val_generations, **arguments)
             self.owner._dump("trainer.validation_data_dir", version, self.samples_seen)
         return {**self.results, **metrics}
 

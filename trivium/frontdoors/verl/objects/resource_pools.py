@@ -30,8 +30,8 @@ class Role(Enum):
     @classmethod
     def from_string(cls, name: str) -> Role:
         """Returns the role of a group's name. Raises UnknownName."""
-        for role, known in _ROLE_NAMES.items():
-            if known == name.lower():
+        for role, group in _ROLE_NAMES.items():
+            if group == name.lower():
                 return role
         raise UnknownName(f"the role {name!r}", "no such role", suggest(name, _ROLE_NAMES.values()))
 

@@ -17,7 +17,7 @@ from trivium.frontdoors.tables import announce, refuse
 from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, rows_of, split_rows
 from trivium.frontdoors.verl.group_rewards import GroupRewards, Hooks, RewardedOnTake, as_manager
 from trivium.frontdoors.verl.objects.datasets.prompts import CutRenderer, template_of
-from trivium.frontdoors.verl.objects.datasets.user_data import Sources, custom_dataset, custom_sampler
+from trivium.frontdoors.verl.objects.datasets.user_data import DataSources, custom_dataset, custom_sampler
 from trivium.frontdoors.verl.objects.roles import Needs
 from trivium.frontdoors.verl.rewards.reward_loading import RewardManager, load_reward_manager
 from trivium.frontdoors.verl.translation import run_dir_of, settings_of, translated
@@ -40,7 +40,7 @@ class RunSetup:
     tokenizer: Any
     reward_fn: Any = None
     val_reward_fn: Any = None
-    sources: Sources = field(default_factory=Sources)
+    sources: DataSources = field(default_factory=DataSources)
     device_name: str | None = None
     processor: Any = None
     """The model's image processor; None for a model that reads only text."""
@@ -110,9 +110,9 @@ class RunSetup:
             self.val_dataset = custom_dataset(verl, section, "val", self.tokenizer, self.processor)
         if self.train_sampler is None and verl.has("data.sampler.class_path"):
             rows = self._rows(self.train_dataset, "train")
-            kept = self._data(rows, taskset="train", origin="the training set", batch=1).rows
-            if self.train_dataset is None or len(kept) < len(rows):  # the sampler counts the kept rows
-                self.train_dataset = kept
+            remaining = self._data(rows, taskset="train", origin="the training set", batch=1).rows
+            if self.train_dataset is None or len(remaining) < len(rows):  # the sampler counts the kept rows
+                self.train_dataset = remaining
             self.train_sampler = custom_sampler(verl, section, self.train_dataset)
 
     def _translated(self) -> RunConfig:

@@ -137,7 +137,7 @@ def function_tool(function: Function) -> Function:
     return function
 
 
-class FunctionTool(BaseTool):
+class ToolOfFunction(BaseTool):
     """A plain or `async` function as a tool, described by its signature and its docstring."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -187,7 +187,7 @@ def load_functions(file: str) -> dict[str, Any]:
     ]
     if not chosen:
         raise ConfigError(f"the tools of {file}", "it defines no function", "write a function for each tool")
-    return {function.__name__: FunctionTool(function) for function in chosen}
+    return {function.__name__: ToolOfFunction(function) for function in chosen}
 
 
 @lru_cache(maxsize=64)

@@ -30,7 +30,7 @@ from trivium.frontdoors.verl.group_rewards import Hooks
 from trivium.frontdoors.verl.objects.adoption import adopt_checkpoint
 from trivium.frontdoors.verl.objects.attributes import Attributes, refuse_unused
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, living, trained_view
-from trivium.frontdoors.verl.objects.datasets.user_data import RowLoader, Sources
+from trivium.frontdoors.verl.objects.datasets.user_data import DataSources, RowLoader
 from trivium.frontdoors.verl.objects.overridable import (
     OverridableMonitor,
     OverridableTrainer,
@@ -153,6 +153,7 @@ class RayPPOTrainer(Attributes):
         connect(self._verl["ray_kwargs"] or {}, self._verl["ray_init"] or {})
         if not self.resource_pool_manager.resource_pool_dict:
             self.resource_pool_manager.create_resource_pool()
+        # The processes of all pools run on the same cores.
         threads = self.run_config.cluster.threads or max(1, usable_cores() // self.resource_pool_manager.get_n_gpus())
         reward_model = self._verl["reward_model.model.path"]
         reward_model = None if reward_model is None else Path(reward_model).expanduser().resolve()
@@ -217,7 +218,7 @@ class RayPPOTrainer(Attributes):
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         """Reads the data and sets `train_dataset`, `val_dataset`, `train_dataloader` and `val_dataloader`. An override
         may pass other arguments, or set its own DataLoaders; the trainer uses their dataset, sampler and collate_fn."""
-        self._set_up(Sources(train_dataset, val_dataset, collate_fn, train_sampler))
+        self._set_up(DataSources(train_dataset, val_dataset, collate_fn, train_sampler))
 
     def _balance_batch(
         self,
@@ -299,12 +300,14 @@ class RayPPOTrainer(Attributes):
         stage = self._rendered(stage)
         endpoints = self._endpoints(stage, board, fingerprint(stage.config))
         trainer_class = partial(OverridableTrainer, owner=self)
-        made = build_trainer(stage, endpoints, store, resume, monitor, record, self._attached_engine, trainer_class)
-        trainer = self._trainer = cast(OverridableTrainer, made)
+        built = build_trainer(stage, endpoints, store, resume, monitor, record, self._attached_engine, trainer_class)
+        trainer = self._trainer = cast(OverridableTrainer, built)
+        # As verl: before training by val_before_train, at the end only if test_freq asks for validations at all.
         if not self._setup.from_run_config:
             skip_start, skip_end = not self._verl["trainer.val_before_train"], self._verl["trainer.test_freq"] <= 0
             trainer.cadence = replace(trainer.cadence, skip_start=skip_start, skip_end=skip_end)
         trainer.keep = partial(self._keep, trainer.keep)
+        # The engine shares the GPUs of its ranks: while they train, its memory is theirs.
         if getattr(stage.config.engine, "sleep_level", 0):
             trainer.before_learning = partial(asyncio.to_thread, self._actor.run, "rest")
         parts = self._build_parts(stage, endpoints, trainer)
@@ -425,7 +428,7 @@ class RayPPOTrainer(Attributes):
 
     # ------------------------------------------------------------------ data
 
-    def _set_up(self, sources: Sources) -> None:
+    def _set_up(self, sources: DataSources) -> None:
         """Reads the config and the data."""
         setup = self._setup = RunSetup(
             self.config,
@@ -448,7 +451,7 @@ class RayPPOTrainer(Attributes):
         train, val = self.train_dataloader, self.val_dataloader
         if not all(loader is None or isinstance(loader, RowLoader) for loader in (train, val)):
             batch = settings_of(self.config)["data.train_batch_size"]
-            self._set_up(Sources.of_loaders(train, val, batch))
+            self._set_up(DataSources.of_loaders(train, val, batch))
         elif "_setup" not in vars(self):
             raise ConfigError(
                 "an override of _create_dataloader",

@@ -72,11 +72,11 @@ def sample(group: Group, member: Trajectory, extra: Mapping[str, Any]) -> dict[s
     }
 
 
-Table = Mapping[str, Sequence[Any]]
+VariableTable = Mapping[str, Sequence[Any]]
 """Variable -> its value in each sample of one task."""
 
 
-def _table(group: Group, extra_of: Mapping[tuple[str, int], Mapping[str, Any]]) -> Table:
+def _table(group: Group, extra_of: Mapping[tuple[str, int], Mapping[str, Any]]) -> VariableTable:
     """Returns the variables that have a value in all samples of a task."""
     rows = [
         {"reward": member.reward, **extra_of[group.group_id, member.index]} if member.failure is None else None
@@ -91,7 +91,7 @@ def _table(group: Group, extra_of: Mapping[tuple[str, int], Mapping[str, Any]]) 
     return table or {"reward": [0.0] * len(rows)}
 
 
-def statistics(tables: Sequence[tuple[str, Table]]) -> Metrics:
+def statistics(tables: Sequence[tuple[str, VariableTable]]) -> Metrics:
     """Returns `val-core/` and `val-aux/` metrics of (data source, table) pairs, averaged over the tasks of a source
     (`averages`)."""
     largest = max((len(values) for _, table in tables for values in table.values()), default=0)
@@ -101,13 +101,14 @@ def statistics(tables: Sequence[tuple[str, Table]]) -> Metrics:
     metrics: Metrics = {}
     for (source, name, metric), average in averages(tables).items():
         is_core = name == core[source] and metric.partition("@")[0] in ("mean", "maj", "best")
+        # verl counts only the statistics over the most samples as core ones.
         is_core = is_core and metric.partition("/")[0].endswith(f"@{largest}")
         area = "val-core" if is_core else "val-aux"
         metrics[f"{area}/{source}/{name}/{metric}"] = average
     return metrics
 
 
-def averages(tables: Sequence[tuple[str, Table]]) -> dict[tuple[str, str, str], float]:
+def averages(tables: Sequence[tuple[str, VariableTable]]) -> dict[tuple[str, str, str], float]:
     """Returns (data source, variable, statistic) -> the average of `of_task` over the tasks of a source. It leaves out
     tasks in which a sample has no number for the variable (`number_of`)."""
     rows: dict[tuple[str, str, str], list[float]] = {}

@@ -52,10 +52,13 @@ def register(name: str) -> Callable[[C], C]:
     """
 
     def decorated(manager: C) -> C:
-        known = _registered.get(name)
-        if known is not None and _place(known) != _place(manager):  # reloading a file creates the class again
+        earlier = _registered.get(name)
+        # Reloading a file creates the class again.
+        if earlier is not None and _place(earlier) != _place(manager):
             raise ConfigError(
-                f"the reward manager {name!r}", f"{_place(known)} and {_place(manager)}", "give each a name of its own"
+                f"the reward manager {name!r}",
+                f"{_place(earlier)} and {_place(manager)}",
+                "give each a name of its own",
             )
         _registered[name] = manager
         return manager
@@ -151,9 +154,9 @@ class RewardManagerBase(ABC):
 def each_single(manager: Any, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]:
     """Calls a manager's `run_single` for each row, and returns the results as a manager of whole batches. Raises
     RewardError for a row without a `reward_score`."""
-    given = _rm_scores(data, return_dict)
-    if given is not None:
-        return given
+    model_scores = _rm_scores(data, return_dict)
+    if model_scores is not None:
+        return model_scores
     results = _run([functools.partial(manager.run_single, data[row : row + 1]) for row in range(len(data))])
     for row, result in enumerate(results):
         if not isinstance(result, Mapping) or "reward_score" not in result:
@@ -227,5 +230,6 @@ def _run(coroutines: Sequence[Callable[[], Any]]) -> list[Any]:
         asyncio.get_running_loop()
     except RuntimeError:
         return here()
+    # An event loop cannot be run inside another one that runs in this thread.
     with ThreadPoolExecutor(1, "rewards") as other:
         return other.submit(contextvars.copy_context().run, here).result()

@@ -31,10 +31,11 @@ def compute_reward(data: BatchView, reward_fn: RewardManager) -> tuple[Tensor, d
     Raises the manager's exception as a RewardError, or unchanged if it is a TriviumError.
     """
     try:
+        # One call. verl calls again without `return_dict` after any exception, which hides errors and scores twice.
         if not callable(reward_fn) and hasattr(reward_fn, "run_single"):
-            given = each_single(reward_fn, data, return_dict=True)
+            result = each_single(reward_fn, data, return_dict=True)
         else:
-            given = reward_fn(data, return_dict=True) if accepts(reward_fn, "return_dict") else reward_fn(data)
+            result = reward_fn(data, return_dict=True) if accepts(reward_fn, "return_dict") else reward_fn(data)
     except TriviumError:
         raise
     except Exception as error:
@@ -43,14 +44,14 @@ def compute_reward(data: BatchView, reward_fn: RewardManager) -> tuple[Tensor, d
             f"{type(error).__name__}: {error}",
             "fix the reward manager",
         ) from error
-    return as_rewards(given, _name(reward_fn))
+    return as_rewards(result, _name(reward_fn))
 
 
-def as_rewards(given: object, who: str) -> tuple[Tensor, dict[str, Any]]:
+def as_rewards(result: object, who: str) -> tuple[Tensor, dict[str, Any]]:
     """Returns (rewards (B, R), extra information) from the result of `who`: a mapping, a pair, or only rewards."""
-    rewards, extra = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
-    if isinstance(given, Mapping):
-        rewards, extra = given.get("reward_tensor"), dict(given.get("reward_extra_info") or {})
+    rewards, extra = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if isinstance(result, Mapping):
+        rewards, extra = result.get("reward_tensor"), dict(result.get("reward_extra_info") or {})
     if not isinstance(rewards, torch.Tensor):
         raise RewardError(
             f"a reward tensor from {who}",
@@ -93,14 +94,14 @@ def load_reward_manager(
     verl = _settings(config)
     score = _scorer_of(verl)  # first: its file may register the manager
     kind, manager = _manager_of(verl)
-    own = reward_kwargs_of(verl)
+    options = reward_kwargs_of(verl)
     if "config" in inspect.signature(manager).parameters:  # a manager of verl 0.7 reads its arguments there
-        beside = {name: value for name, value in reward_kwargs.items() if name not in own or value != own[name]}
-        arguments = {"config": _with_rewards(config, own), "tokenizer": tokenizer, "compute_score": score, **beside}
+        beside = {name: value for name, value in reward_kwargs.items() if name not in options or value != options[name]}
+        arguments = {"config": _with_rewards(config, options), "tokenizer": tokenizer, "compute_score": score, **beside}
         optional = {"reward_router_address": None, "reward_model_tokenizer": None}
     else:
         examined = {"tokenizer": tokenizer, "num_examine": num_examine, "compute_score": score}
-        arguments = {**examined, **own, **reward_kwargs}
+        arguments = {**examined, **options, **reward_kwargs}
         optional = {"reward_fn_key": verl["data.reward_fn_key"]}
     arguments = accepted(manager, optional) | arguments
     try:

@@ -34,9 +34,9 @@ class RewardSample:
     @property
     def name(self) -> str:
         truth = repr(self.ground_truth)
-        shown = truth if len(truth) <= 60 else truth[:57] + "..."
+        text = truth if len(truth) <= 60 else truth[:57] + "..."
         uid = f" of {self.uid}" if self.uid else ""
-        return f"sample {self.row}{uid} (data source {self.data_source!r}, ground truth {shown})"
+        return f"sample {self.row}{uid} (data source {self.data_source!r}, ground truth {text})"
 
     @property
     def arguments(self) -> dict[str, Any]:

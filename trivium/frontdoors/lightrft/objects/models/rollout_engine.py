@@ -74,7 +74,7 @@ class _NoJudge:
         return [{}] * len(trajectories)
 
 
-class Policy(Protocol):
+class SampledPolicy(Protocol):
     """A policy that an engine samples from."""
 
     @property
@@ -90,7 +90,7 @@ class ActorEngine:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: SampledPolicy,
         eos_token_ids: frozenset[int],
         decode: Callable[[Any], str] = lambda tokens: "",
         files: Any = None,
@@ -147,7 +147,7 @@ class Rollouts:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: SampledPolicy,
         tokenizer: PreTrainedTokenizerBase,
         processor: Any,
         *,

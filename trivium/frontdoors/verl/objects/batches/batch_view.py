@@ -86,11 +86,11 @@ def trained_view(groups: Sequence[Group], batch: Batch, pad_token_id: int, step:
     """Builds the view of a step's trained groups with `token_level_scores`, `advantages`, `returns` and the scores of
     models (B, R). The metrics of the rewards are columns."""
     last = {(e.group_id, e.index): row for row, e in enumerate(batch.experiences)}
-    kept = [group for group in groups if any((group.group_id, member.index) in last for member in group.alive)]
-    view = BatchView.of(kept, pad_token_id, meta_info={"global_steps": step})
-    members = living(kept)
+    trained = [group for group in groups if any((group.group_id, member.index) in last for member in group.alive)]
+    view = BatchView.of(trained, pad_token_id, meta_info={"global_steps": step})
+    members = living(trained)
     rows = [last.get((group.group_id, member.index)) for group, member in members]
-    starts, _ = row_lengths(kept)
+    starts, _ = row_lengths(trained)
     for name in _TRAINED.keys() & batch.columns.keys():
         table = view.batch[_TRAINED[name]] = torch.zeros(view.batch["responses"].shape)
         for place, (row, start) in enumerate(zip(rows, starts, strict=True)):
@@ -142,6 +142,7 @@ def scored_rows(reward: Tensor, view: BatchView, extra: Mapping[str, Sequence[An
                 "give one entry per sample, None for those without a value",
             )
     return [
+        # float64, because a row may have thousands of float32 rewards.
         _scored(row, tokens.double(), length, {name: values[row] for name, values in extra.items()})
         for row, (tokens, length) in enumerate(zip(reward, view.response_lengths.tolist(), strict=True))
     ]
@@ -152,14 +153,14 @@ def _scored(row: int, tokens: Tensor, length: int, extra: dict[str, Any]) -> Sco
         total = finite_number(tokens.sum())
     except ValueError as error:
         raise DataError(f"a finite reward of sample {row}", str(error), "fix the reward manager") from None
-    given = tokens.nonzero().flatten().tolist()
-    if length and given and given[-1] >= length:
+    places = tokens.nonzero().flatten().tolist()
+    if length and places and places[-1] >= length:
         raise DataError(
             f"a reward of sample {row} on its {length} response tokens",
-            f"{float(tokens[given[-1]])} at {given[-1]}",
+            f"{float(tokens[places[-1]])} at {places[-1]}",
             "put it on token `valid_response_length - 1`",
         )
-    return Scored(total, given[-1] if given and length else length - 1, extra)
+    return Scored(total, places[-1] if places and length else length - 1, extra)
 
 
 # --------------------------------------------------------------------------- rows

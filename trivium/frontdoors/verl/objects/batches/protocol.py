@@ -68,6 +68,7 @@ class Tensors(dict[str, "Tensor"]):
         shape = (len(chosen), *self.batch_size[1:])
         return Tensors({key: tensor[index.to(tensor.device)] for key, tensor in self.items()}, shape)
 
+    # pickle builds a subclass of dict without arguments, and fills it item by item.
     def __reduce__(self) -> tuple[Any, ...]:
         return Tensors, (dict(self), tuple(self.batch_size))
 
@@ -94,22 +95,22 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given: Any = self.batch
+        tensors: Any = self.batch
         self.non_tensor_batch = self.non_tensor_batch or {}
-        if given is None:
-            given = Tensors({}, [next((len(column) for column in self.non_tensor_batch.values()), 0)])
-        elif not isinstance(given, Tensors):
-            rows = getattr(given, "batch_size", None)
+        if tensors is None:
+            tensors = Tensors({}, [next((len(column) for column in self.non_tensor_batch.values()), 0)])
+        elif not isinstance(tensors, Tensors):
+            rows = getattr(tensors, "batch_size", None)
             if rows is None:
-                rows = [next((len(tensor) for tensor in given.values()), 0)]
-            given = Tensors(dict(given.items()), rows)
-        self.batch = given
-        if len(given.batch_size) != 1:
-            raise RowsError("rows along one dimension", f"the batch size {tuple(given.batch_size)}", "flatten them")
+                rows = [next((len(tensor) for tensor in tensors.values()), 0)]
+            tensors = Tensors(dict(tensors.items()), rows)
+        self.batch = tensors
+        if len(tensors.batch_size) != 1:
+            raise RowsError("rows along one dimension", f"the batch size {tuple(tensors.batch_size)}", "flatten them")
         for name, column in self.non_tensor_batch.items():
             if not isinstance(cast(object, column), np.ndarray) or len(column) != len(self):
-                found = f"a {type(column).__name__} of {len(column)}"
-                raise RowsError(f"the column {name!r} as an array of {len(self)} entries", found, "use from_dict")
+                cause = f"a {type(column).__name__} of {len(column)}"
+                raise RowsError(f"the column {name!r} as an array of {len(self)} entries", cause, "use from_dict")
 
     @classmethod
     def from_dict(
@@ -167,6 +168,7 @@ def objects(column: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns an object array with one entry per row."""
     if isinstance(column, np.ndarray):
         return column
+    # `np.array` would make lists of equal length a table of two dimensions.
     result = np.empty(len(column), dtype=object)
     for row, value in enumerate(column):
         result[row] = value

@@ -90,18 +90,18 @@ class Orders:
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)
             self._positions, self._epoch = iter(self.sampler), epoch
-        taken, self._ahead = self._ahead[:count], self._ahead[count:]
+        ahead, self._ahead = self._ahead[:count], self._ahead[count:]
         assert self._positions is not None
-        places = [_position(place) for place in islice(self._positions, count - len(taken))]
+        places = [_position(place) for place in islice(self._positions, count - len(ahead))]
         drawn = [place for place in places if isinstance(place, int) and 0 <= place < self.rows]
         wrong = [place for place in places if not isinstance(place, int) or not 0 <= place < self.rows]
-        if wrong or len(taken) + len(drawn) < count:
+        if wrong or len(ahead) + len(drawn) < count:
             raise DataError(
                 f"{self.epoch_length} positions of {self.rows} rows from train_sampler, for epoch {epoch}",
-                f"{wrong[0]!r:.60}" if wrong else f"{len(taken) + len(drawn)} of {count}",
+                f"{wrong[0]!r:.60}" if wrong else f"{len(ahead) + len(drawn)} of {count}",
                 "yield integers below the size of the dataset, as many as `len` returns",
             )
-        return [*taken, *drawn]
+        return [*ahead, *drawn]
 
     # ------------------------------------------------------------------ learning
 
@@ -128,12 +128,12 @@ class Orders:
             )
         self.sampler.load_state_dict(_decoded(state["sampler"]))
         self._state, self._ahead = dict(state), []
-        epoch, done = state["epoch"], state["drawn"]
-        if done < self.epoch_length:
+        epoch, position = state["epoch"], state["drawn"]
+        if position < self.epoch_length:
             self._positions, self._epoch = iter(self.sampler), epoch
         else:
-            epoch, done = epoch + 1, 0
-        more = len(self._extend(epoch, 0)) - done
+            epoch, position = epoch + 1, 0
+        more = len(self._extend(epoch, 0)) - position
         if more > 0:  # the sampler skips positions that were drawn, but not learned from
             self._next(epoch, more)
 

@@ -58,8 +58,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         chat = ChatRenderer(self.tokenizer, chat_template=template_of(self._verl, self.tokenizer), images=images)
         rows = [self._with_messages(row) for row in dataframe]
         data = Data(rows, taskset="train", origin="the dataset", batch=1, prompt_key=self.prompt_key)
-        kept = data.within(self.max_prompt_length, chat, truncation=self.truncation, filtered=True).rows
-        remaining = {id(row) for row in kept}  # `within` returns the same objects
+        short_rows = data.within(self.max_prompt_length, chat, truncation=self.truncation, filtered=True).rows
+        remaining = {id(row) for row in short_rows}  # `within` returns the same objects
         return [row for row, whole in zip(dataframe, rows, strict=True) if id(whole) in remaining]
 
     def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
@@ -112,9 +112,9 @@ def create_rl_dataset(
 def create_rl_sampler(data_config: Any, dataset: Sized) -> Sampler[int]:
     """Returns the sampler of the section `data` of a config: the class in `sampler`, a shuffle with `seed`, or the
     order of the rows. Raises ConfigError for a class that is not supported."""
-    own = custom_sampler(TABLE.read({"data": data_config}), data_config, dataset)
-    if own is not None:
-        return own
+    sampler = custom_sampler(TABLE.read({"data": data_config}), data_config, dataset)
+    if sampler is not None:
+        return sampler
     if not read(data_config, "shuffle", TABLE.default_of("data.shuffle")):
         return SequentialSampler(dataset)
     generator, seed = torch.Generator(), read(data_config, "seed")

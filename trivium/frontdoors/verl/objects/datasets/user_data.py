@@ -46,7 +46,7 @@ class RowLoader:
 
 
 @dataclass(frozen=True)
-class Sources:
+class DataSources:
     """Datasets, collate function and sampler that rows are read with."""
 
     train: Any = None
@@ -55,7 +55,7 @@ class Sources:
     sampler: Any = None
 
     @classmethod
-    def of_loaders(cls, train: Any, val: Any, batch: int) -> Sources:
+    def of_loaders(cls, train: Any, val: Any, batch: int) -> DataSources:
         """Returns the sources of DataLoaders that an override of `_create_dataloader` built."""
         parts = {"dataset", "sampler", "batch_size", "collate_fn"}
         for name, loader in (("train_dataloader", train), ("val_dataloader", val)):

@@ -206,6 +206,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Returns a completion or an error for each request. Calls may run concurrently."""
         results: list[Completion | RolloutError] = []
         for result in await asyncio.gather(*map(self._engine().generate, requests), return_exceptions=True):
+            # The error of one rollout is its answer; any other one is the engine's, and ends the run.
             if isinstance(result, BaseException) and not isinstance(result, RolloutError):
                 raise result
             results.append(result)
@@ -347,6 +348,7 @@ class RoleTrainEngine(DistributedTrainEngine):
         """Whether the workers hold the initial models."""
 
     def prepare(self) -> None:
+        # `init_workers` has loaded the models, and the run prepares its engine once more.
         if not self._is_initial:
             super().prepare()
         self._is_initial = True
@@ -375,7 +377,7 @@ class RoleTrainEngine(DistributedTrainEngine):
         processes that share a CPU have no peak of their own."""
         if not self._measures_use:
             return {}
-        return super().utilisation({name: each for name, each in phases.items() if name in _POLICY_PHASES})
+        return super().utilisation({name: phase for name, phase in phases.items() if name in _POLICY_PHASES})
 
 
 class WorkerChannel:
@@ -478,8 +480,9 @@ class WorkerRolloutEngine(EnginePool[_WorkerReplica]):
 
     def __init__(self, group: RayWorkerGroup) -> None:
         facts = group.run("rollout_facts")
-        super().__init__([_WorkerReplica(group, rank) for rank, own in enumerate(facts) if own is not None])
+        super().__init__([_WorkerReplica(group, rank) for rank, fact in enumerate(facts) if fact is not None])
         self._group = group
+        # The first rank always has an engine: it is the first of those that share one.
         self.max_context, self.capabilities = facts[0]
 
     async def _load(self, version: int, weights: Weights, in_flight: str) -> None:

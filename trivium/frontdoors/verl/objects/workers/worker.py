@@ -44,12 +44,12 @@ def takes_gpus_of_ranks(number: int) -> bool:
     import torch.distributed as dist  # torch reads the environment that the process of the rank sets
 
     places: list[Any] = [None] * launched_ranks()
-    own = (ray.util.get_node_ip_address(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    place = (ray.util.get_node_ip_address(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     if len(places) > 1:
-        dist.all_gather_object(places, own)
+        dist.all_gather_object(places, place)
     else:
-        places = [own]
-    here = [rank for rank, (address, _) in enumerate(places) if address == own[0]]
+        places = [place]
+    here = [rank for rank, (address, _) in enumerate(places) if address == place[0]]
     if len(here) % number:
         raise ConfigError(
             f"a rollout engine over {number} GPUs",
@@ -57,6 +57,6 @@ def takes_gpus_of_ranks(number: int) -> bool:
             "choose a divisor of the ranks of a machine (tensor_parallel_size x data_parallel_size)",
         )
     first = here.index(this_rank())
-    if own[1]:
+    if place[1]:
         os.environ[ENGINE_GPUS] = ",".join(places[rank][1] for rank in here[first : first + number])
     return first % number == 0

@@ -40,8 +40,8 @@ class RankWorkers:
 
     def __init__(self, roles: Mapping[str, RoleWorker]) -> None:
         self._workers: dict[str, Any] = {
-            name: known.worker(config=known.config, role=known.role)  # pyright: ignore[reportCallIssue]
-            for name, known in roles.items()
+            name: role.worker(config=role.config, role=role.role)  # pyright: ignore[reportCallIssue]
+            for name, role in roles.items()
         }
 
     def call(self, role: str, method: str, /, *args: object) -> object:
@@ -99,7 +99,8 @@ class RayWorkerGroup:
 
     def run_each(self, method: str, arguments: Sequence[object]) -> list[Any]:
         """Returns the result of a method on each rank. Each rank receives its own argument."""
-        return self._ranks.results(self._calls(method, {rank: put_inputs(own) for rank, own in enumerate(arguments)}))
+        inputs = {rank: put_inputs(argument) for rank, argument in enumerate(arguments)}
+        return self._ranks.results(self._calls(method, inputs))
 
     async def run_on(self, rank: int, method: str, *args: object) -> Any:
         """Returns the result of a method on one rank."""
