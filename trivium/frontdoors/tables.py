@@ -34,6 +34,8 @@ _log = logging.getLogger("trivium")
 _announced: set[str] = set()
 
 
+KEEP_ALL = 1_000_000
+"""The checkpoint.keep of originals that keep every checkpoint by default; the core's default is a small number."""
 _NONE = "None"
 """How a command line may write null: Hydra reads it as text, and the original takes it for null."""
 _PATH = re.compile(r"[a-z]\w*(\.\w+)+")
@@ -136,6 +138,11 @@ def under(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
 def ignored(why: str, *names: str) -> dict[str, Entry]:
     """Returns an `Ignored` entry for each name. A string may hold several names, separated by spaces."""
     return dict.fromkeys(" ".join(names).split(), Ignored(why))
+
+
+def numbers_of_samples(samples: int) -> list[int]:
+    """Returns the k of pass@k: the powers of two up to this number of samples, and the number itself."""
+    return sorted({*(2**power for power in range(samples.bit_length())), samples})
 
 
 def if_on(value: Any) -> Any:

@@ -17,7 +17,7 @@ from trivium.config import RunConfig, build, config_from_mapping
 from trivium.config.resume import fingerprint
 from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
-from trivium.frontdoors.tables import Mapped, Restricted, Table
+from trivium.frontdoors.tables import KeyTable, Mapped, Restricted
 from trivium.frontdoors.trinity import Trainer
 from trivium.frontdoors.trinity.config.algorithm_section import ALGORITHMS
 from trivium.frontdoors.trinity.config.config_table import TABLE, TRAINER_CONFIG
@@ -705,7 +705,7 @@ def test_overrides_reach_into_the_file(folder: Path) -> None:
     assert (translated["schedule"]["steps"], translated["train"]["optimizer"]["lr"]) == (2, 1e-3)
 
 
-def defaults_of(table: Table) -> dict[str, Any]:
+def defaults_of(table: KeyTable) -> dict[str, Any]:
     """A config with every default of a table written out; keys without one are null."""
     config: dict[str, Any] = {}
     for key, entry in table.entries.items():

@@ -271,7 +271,7 @@ class DAPORewardManager(NaiveRewardManager):
                 )
 
     def _text(self, text: str) -> str:
-        # Some tokenizers keep the end of the text although special tokens are skipped; verl strips it here alone.
+        # As verl's manager does; its others leave it.
         return text.removesuffix(getattr(self.tokenizer, "eos_token", None) or "")
 
     def _reward(self, sample: RewardSample, result: Result) -> tuple[float, Mapping[str, Any]]:

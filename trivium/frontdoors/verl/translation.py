@@ -5,7 +5,6 @@ One error lists all keys that cannot be translated, before anything is built.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -14,7 +13,7 @@ from typing import Any
 from trivium.config import config_from_mapping, merged
 from trivium.foundation.errors import ConfigError, Problem, TriviumError
 from trivium.frontdoors.plain_values import plain, resolved, unescaped
-from trivium.frontdoors.tables import Settings, TranslatedConfig, refuse
+from trivium.frontdoors.tables import KEEP_ALL, Settings, TranslatedConfig, numbers_of_samples, refuse
 from trivium.frontdoors.verl.config.algorithm_section import algorithm_of, distillation_of, names_of
 from trivium.frontdoors.verl.config.config_table import TABLE
 from trivium.frontdoors.verl.config.conflicts import ACTOR, ROLLOUT, conflicts
@@ -31,7 +30,6 @@ from trivium.frontdoors.verl.config.sourced_sections import (
 )
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 
-_KEEP_ALL = 1_000_000
 _MONITORS = {"console": "console", "file": "jsonl", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -151,8 +149,7 @@ def translated(
             "model": {"kind": "hf"},
             "engine": {"kind": _engine_of(verl, device), "device": device, "dtype": _default_dtype(device)},
             "train": {"kind": "torch", "device": device, "dtype": _default_dtype(device)},
-            # verl keeps every checkpoint by default; the core's default is a number.
-            "checkpoint": {"keep": _KEEP_ALL},
+            "checkpoint": {"keep": KEEP_ALL},
             "evaluation": {"taskset": "val"},
         },
         verl.mapped(
@@ -244,9 +241,8 @@ def _evaluation(verl: Settings, evaluation: Mapping[str, Any]) -> dict[str, Any]
     """Returns the fields of the evaluation that follow from several keys."""
     temperature = evaluation["sampling"]["temperature"] if verl[f"{ROLLOUT}.val_kwargs.do_sample"] else 0.0
     samples = evaluation["samples"] if temperature else 1  # greedy samples of a task are equal
-    powers = tuple(2**power for power in range(int(math.log2(samples)) + 1))
     sampling = evaluation["sampling"] | {"temperature": temperature}
-    return {"samples": samples, "k": tuple(dict.fromkeys((*powers, samples))), "sampling": sampling}
+    return {"samples": samples, "k": tuple(numbers_of_samples(samples)), "sampling": sampling}
 
 
 def _monitors(verl: Settings) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from trivium.clients.http import EndpointError
 from trivium.foundation.concurrency import run_here
 from trivium.foundation.errors import ConfigError, DataError, RewardError, described, text_of
 from trivium.foundation.registry import resolve
+from trivium.frontdoors.padding import side_by_side
 from trivium.models.heads.classifier import load_score_model
 from trivium.models.heads.scoring import Conversation, SequenceScorer
 from trivium.models.heads.trained_models import ScoreModel
@@ -220,13 +221,8 @@ def _padded(samples: Sequence[RolloutSample], pad: int, aligned: bool) -> tuple[
     """Returns ((B, S) tokens, (B, S) mask), padded on the right. `aligned` also pads on the left, so that all responses
     begin in one column."""
     prompts = [len(sample.tokens) - len(sample.response_tokens) if aligned else 0 for sample in samples]
-    width = max(prompts) + max(len(s.tokens) - prompt for s, prompt in zip(samples, prompts, strict=True))
-    tokens, mask = torch.full((len(samples), width), pad), torch.zeros(len(samples), width, dtype=torch.int64)
-    for row, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
-        start = max(prompts) - prompt
-        tokens[row, start : start + len(sample.tokens)] = torch.from_numpy(np.asarray(sample.tokens, np.int64))
-        mask[row, start : start + len(sample.tokens)] = 1
-    return tokens, mask
+    tokens = [np.asarray(sample.tokens, np.int64) for sample in samples]
+    return side_by_side(tokens, prompts, pad), side_by_side([np.ones_like(row) for row in tokens], prompts, 0)
 
 
 # --------------------------------------------------------------------------- directories

@@ -12,7 +12,7 @@ from trivium.config import build
 from trivium.config.schema import plugin
 from trivium.foundation.errors import TriviumError
 from trivium.foundation.registry import resolve, suggest
-from trivium.frontdoors.tables import Settings
+from trivium.frontdoors.tables import Settings, numbers_of_samples
 from trivium.frontdoors.trinity.config.named_workflows import INPUT, Judged, judged, judged_in_training
 from trivium.frontdoors.trinity.config.registries import path_of
 from trivium.frontdoors.trinity.config.trinity_config import TrinityConfig, mixes
@@ -419,13 +419,11 @@ def evaluation_of(trinity: TrinityConfig, interval: int) -> dict[str, Any] | Non
             f"{where}: evaluated when the trainer says so: its file names the same, and the same explorer.eval_interval"
         )
     number, every = max(samples), trinity["explorer.eval_interval"]
-    # pass@k of each power of two, and of all samples.
-    powers = [2**power for power in range(number.bit_length())]
     return {
         "taskset": EVALUATED,
         # Trinity rounds down to the versions that explorers get, too.
         "every": every if every % interval == 0 else max(every // interval, 1) * interval,
         "samples": number,
-        "k": sorted({*powers, number}),
+        "k": numbers_of_samples(number),
         "sampling": sampled[0],
     }

@@ -14,13 +14,12 @@ from typing import Any
 from trivium.config import merged, read_yaml
 from trivium.foundation.errors import Problem, TriviumError
 from trivium.frontdoors.plain_values import plain, resolved, unescaped
-from trivium.frontdoors.tables import KeyTable, Settings
+from trivium.frontdoors.tables import KEEP_ALL, KeyTable, Settings
 from trivium.frontdoors.trinity.config.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.config.keys_of_data import EXPERIENCE_BUFFER, TASKSET
 from trivium.frontdoors.trinity.config.registries import PLUGIN_DIRS, path_of
 
 _NOT_SAMPLED = ("sft", "dpo")
-_KEEP_ALL = 1_000_000
 _FIRST_PORT = 8001
 """The port of the first auxiliary model, unless its `base_port` is set."""
 
@@ -83,8 +82,7 @@ class TrinityConfig:
         """Returns the RunConfig fragment of the rows of the tables that have a path."""
         context = {"mode": self.mode, "learning from rows": self.offline}
         tables = [self.trainer, *([self.lora] if self.lora else []), self._top]
-        # Trinity keeps every checkpoint by default; the core's default is a number.
-        return reduce(merged, (table.mapped(**context) for table in tables), {"checkpoint": {"keep": _KEEP_ALL}})
+        return reduce(merged, (table.mapped(**context) for table in tables), {"checkpoint": {"keep": KEEP_ALL}})
 
     def first(self, *keys: str) -> Any:
         """Returns the value of the first of these keys that is set, else the first default."""

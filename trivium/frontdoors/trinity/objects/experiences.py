@@ -5,7 +5,7 @@ Legend: B sequences; P tokens of the longest prompt; R of the longest response; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import overload
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trivium import types
 from trivium.foundation.errors import DataError
+from trivium.frontdoors.padding import side_by_side
 from trivium.types import AnyArray, Batch
 
 _OF_ALGORITHM = ("advantages", "returns")
@@ -124,12 +125,12 @@ class Experiences(Sequence[Experience]):
     @cached_property
     def tokens(self) -> Tensor:
         """(B, S) int64."""
-        return self._both([e.tokens for e in self], self.pad_token_id, torch.int64)
+        return self._padded([e.tokens for e in self], torch.int64, self.pad_token_id)
 
     @cached_property
     def attention_masks(self) -> Tensor:
         """(B, S) bool: false on padding."""
-        return self._both([np.ones(len(e), np.bool_) for e in self], False, torch.bool)
+        return self._padded([np.ones(len(e), np.bool_) for e in self], torch.bool)
 
     @cached_property
     def action_masks(self) -> Tensor:
@@ -199,28 +200,15 @@ class Experiences(Sequence[Experience]):
     def _prompts(self) -> list[int]:
         return [prompt_length(e) for e in self.batch.experiences]
 
-    def _both(self, arrays: Sequence[AnyArray], filler: int, dtype: torch.dtype) -> Tensor:
-        prompts = [array[:prompt] for array, prompt in zip(arrays, self._prompts, strict=True)]
-        padded_prompts = _padded(prompts, filler, dtype, lambda width, length: width - length)
-        return torch.cat([padded_prompts, self._responses(arrays, dtype, filler)], dim=1)
+    def _padded(self, arrays: Sequence[AnyArray], dtype: torch.dtype, filler: int = 0) -> Tensor:
+        return side_by_side(arrays, self._prompts, filler, dtype)
 
-    def _responses(self, arrays: Sequence[AnyArray], dtype: torch.dtype, filler: int = 0) -> Tensor:
-        responses = [array[prompt:] for array, prompt in zip(arrays, self._prompts, strict=True)]
-        return _padded(responses, filler, dtype, lambda width, length: 0)
+    def _responses(self, arrays: Sequence[AnyArray], dtype: torch.dtype) -> Tensor:
+        return self._padded(arrays, dtype)[:, self.prompt_length :].clone()
 
     def _column(self, name: str) -> Tensor | None:
         arrays = self.batch.columns.get(name)
         return None if arrays is None else self._responses(arrays, torch.float32)
-
-
-def _padded(arrays: Sequence[AnyArray], filler: int, dtype: torch.dtype, at: Callable[[int, int], int]) -> Tensor:
-    """Returns (B, longest): each array starts at column `at(longest, its length)`."""
-    width = max(map(len, arrays), default=0)
-    padded = torch.full((len(arrays), width), filler, dtype=dtype)
-    for row, array in zip(padded, arrays, strict=True):
-        start = at(width, len(array))
-        row[start : start + len(array)] = torch.from_numpy(array.copy())
-    return padded
 
 
 def batch_of(experiences: object) -> Batch:

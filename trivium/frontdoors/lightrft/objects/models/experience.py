@@ -19,6 +19,7 @@ from torch import Tensor
 from trivium import types
 from trivium.foundation.errors import DataError
 from trivium.frontdoors.lightrft.objects.models.placing import media_of_rows, pieces_of, stacked_tiles
+from trivium.frontdoors.padding import side_by_side
 from trivium.models.vision.encoder import PIXELS, Vision, pixel_reader
 from trivium.models.vision.images import Images, decoded, join_pixels
 from trivium.training.batching import joined as joined_rows
@@ -167,21 +168,11 @@ class ExperienceVL:
         images = processor if processor is None or isinstance(processor, Images) else Images(processor)
         experiences = batch.experiences
         starts = [_start(experience) for experience in experiences]
-        actions = max(len(e) - start for e, start in zip(experiences, starts, strict=True))
-        prompts = max(starts)
-        shape = (len(experiences), prompts + actions)
-        sequences = torch.full(shape, pad_token_id, dtype=torch.int64)
-        attention = torch.zeros(shape, dtype=torch.int64)
-        for row, (experience, start) in enumerate(zip(experiences, starts, strict=True)):
-            here = slice(prompts - start, prompts - start + len(experience))
-            sequences[row, here], attention[row, here] = torch.from_numpy(experience.tokens.astype(np.int64)), 1
+        sequences = side_by_side([e.tokens for e in experiences], starts, pad_token_id, torch.int64)
+        attention = side_by_side([np.ones(len(e), np.int64) for e in experiences], starts, 0)
 
         def cut(arrays: Sequence[AnyArray]) -> Tensor:
-            responses = [torch.tensor(array[start:]) for array, start in zip(arrays, starts, strict=True)]
-            whole = responses[0].new_zeros(len(responses), actions, *responses[0].shape[1:])
-            for row, values in zip(whole, responses, strict=True):
-                row[: len(values)] = values
-            return whole
+            return side_by_side(arrays, starts, 0)[:, max(starts) :].clone()
 
         field_of = {column: name for name, column in COLUMNS.items()}
         numbers = {field_of[name]: cut(arrays) for name, arrays in batch.columns.items() if name in field_of}

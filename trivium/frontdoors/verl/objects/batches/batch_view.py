@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trivium.foundation.errors import DataError
+from trivium.frontdoors.padding import side_by_side
 from trivium.frontdoors.verl.objects.batches.protocol import DataProto, objects
 from trivium.models.late import torch
 from trivium.policy import finite_number
@@ -49,12 +50,10 @@ class BatchView(DataProto):
         """
         rows = [(group, member, _last(group, member)) for group, member in living(groups)]
         starts = [_start(e) for _, _, e in rows]
-        widest = max(starts, default=0), max((len(e) - s for (_, _, e), s in zip(rows, starts, strict=True)), default=0)
-        shape = len(rows), max(prompt_length, widest[0]), max(response_length, widest[1])
         columns = [_columns(group, member) for group, member, _ in rows]
         names = dict.fromkeys(name for row in columns for name in row)
         return cls.from_dict(
-            _padded([e for _, _, e in rows], starts, shape, pad_token_id),
+            _padded([e for _, _, e in rows], starts, (prompt_length, response_length), pad_token_id),
             {name: [row.get(name) for row in columns] for name in names},
             meta_info,
         )
@@ -180,27 +179,21 @@ def _start(experience: Experience) -> int:
 
 
 def _padded(
-    rows: Sequence[Experience], starts: Sequence[int], shape: tuple[int, int, int], pad_token_id: int
+    rows: Sequence[Experience], starts: Sequence[int], widths: tuple[int, int], pad_token_id: int
 ) -> dict[str, Tensor]:
-    count, before, after = shape
-    tokens = torch.full((count, before + after), pad_token_id)
-    attention, sampled = torch.zeros_like(tokens), torch.zeros((count, after), dtype=torch.long)
-    log_probs = torch.zeros((count, after))
-    for row, (experience, start) in enumerate(zip(rows, starts, strict=True)):
-        whole = slice(before - start, before - start + len(experience))
-        tokens[row, whole] = torch.from_numpy(experience.tokens.astype(np.int64))
-        attention[row, whole] = 1
-        inside = slice(0, len(experience) - start)
-        sampled[row, inside] = torch.from_numpy(experience.response_mask[start:].astype(np.int64))
-        log_probs[row, inside] = torch.from_numpy(experience.rollout_log_prob[start:].copy())
+    before = max([widths[0], *starts])
+    tokens = side_by_side([e.tokens for e in rows], starts, pad_token_id, torch.long, widths)
+    attention = side_by_side([np.ones(len(e), np.int64) for e in rows], starts, 0, torch.long, widths)
+    sampled = side_by_side([e.response_mask for e in rows], starts, 0, torch.long, widths)
+    log_probs = side_by_side([e.rollout_log_prob for e in rows], starts, 0, torch.float32, widths)
     return {
         "prompts": tokens[:, :before].clone(),
         "responses": tokens[:, before:].clone(),
         "input_ids": tokens,
         "attention_mask": attention,
         "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-        "response_mask": sampled,
-        "rollout_log_probs": log_probs,
+        "response_mask": sampled[:, before:].clone(),
+        "rollout_log_probs": log_probs[:, before:].clone(),
     }
 
 
