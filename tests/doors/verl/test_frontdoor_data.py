@@ -26,15 +26,16 @@ from torch.utils.data import (
 
 from tests.failing import refused
 from trivium.foundation.errors import DataError
+from trivium.frontdoors.padding import Truncation, cut_prompt
 from trivium.frontdoors.verl.data import Data, read_files, rows_of, some_rows
-from trivium.frontdoors.verl.objects.datasets.prompts import CutRenderer, cut
+from trivium.frontdoors.verl.objects.datasets.prompts import CutRenderer
 from trivium.frontdoors.verl.objects.datasets.samplers import AbstractCurriculumSampler
 from trivium.policy import PromptTooLong
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer, renderer_of
 from trivium.text.tiny import tiny_tokenizer
 from trivium.text.tiny_vision import TinyVisionModel
-from trivium.types import Message
+from trivium.types import Message, Prompt
 
 
 def row(number: int, text: str | None = None) -> dict[str, Any]:
@@ -375,11 +376,15 @@ def test_prompts_that_are_too_long() -> None:
 
 
 def test_prompts_are_cut() -> None:
-    tokens = np.arange(10, dtype=np.int32)
-    assert cut(tokens, 4, "left").tolist() == [6, 7, 8, 9]
-    assert cut(tokens, 4, "right").tolist() == [0, 1, 2, 3]
-    assert cut(tokens, 5, "middle").tolist() == [0, 1, 7, 8, 9]
-    assert cut(tokens, 10, "left") is tokens
+    prompt = Prompt(np.arange(10, dtype=np.int32))
+
+    def cut(longest: int, truncation: Truncation) -> list[int]:
+        return cut_prompt(prompt, longest, truncation, "longest", "cut it").tokens.tolist()
+
+    assert cut(4, "left") == [6, 7, 8, 9]
+    assert cut(4, "right") == [0, 1, 2, 3]
+    assert cut(5, "middle") == [0, 1, 7, 8, 9]
+    assert cut(10, "left") == list(range(10))
     whole = RENDERER.render([Message("user", "1+1=")])
     cutting = CutRenderer(RENDERER, 3, "left")
     assert cutting.render([Message("user", "1+1=")]).tokens.tolist() == whole.tokens[-3:].tolist()

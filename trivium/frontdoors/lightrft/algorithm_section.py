@@ -11,6 +11,7 @@ from trivium.foundation.registry import CATALOGUE, suggest
 ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
     "gae": {"kind": "gae", "whiten": False},
     "reinforce": {"kind": "reinforce"},
+    # A choice of LightRFT's command line that its trainer refuses with a ValueError.
     "reinforce++": {"kind": "reinforce"},
     "group_norm": {"kind": "group_norm"},
     "grpo": {"kind": "group_norm"},
@@ -36,6 +37,7 @@ def section_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the section `algorithm`. `values` has the arguments by name, and `has_reference`."""
     section: dict[str, Any] = {
         "kind": "grpo",
+        # LightRFT scores with the actor before the updates: it asks its engine for no log-probabilities.
         "old_log_prob": "recompute",
         "advantage": _advantage(values),
         "policy_loss": _policy_loss(values),
@@ -60,6 +62,7 @@ def _advantage(values: Mapping[str, Any]) -> dict[str, Any]:
     advantage = dict(ESTIMATORS[estimator])
     if estimator == "gae":
         advantage["lam"] = values["lambd"]
+    # LightRFT forces gamma to 1 for these.
     return advantage | ({} if estimator in _UNDISCOUNTED else {"gamma": values["gamma"]})
 
 
@@ -76,6 +79,7 @@ def _shaping(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     if values["overlong_buffer"]:
         factor, longest = values["overlong_buffer_penalty_factor"], values["max_new_tokens"]
         part = values["overlong_buffer_len"] / longest
+        # At most the factor, as in DAPO. LightRFT's penalty has no bound beyond max_new_tokens.
         steps.append({"kind": "overlong_penalty", "factor": factor, "buffer": part, "limit": longest})
     if values["reward_running_norm"]:
         steps.append({"kind": "running_normalise", "minus_mean": values["reward_running_norm_minus_mean"]})

@@ -32,6 +32,7 @@ class FrozenLake:
     def reset(self, task: Task) -> tuple[Message, ...]:
         columns, self._steps = task.columns, 0
         seed, size = int(columns.get("seed", 0)), int(columns.get("size", 4))
+        # One generator for the grid and the slips: all rollouts of a row are on one lake.
         self._random = random.Random(seed)
         desc = columns.get("desc")
         self._grid = [list(row) for row in desc] if desc else lake(size, float(columns.get("p", 0.8)), self._random)

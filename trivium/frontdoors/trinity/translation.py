@@ -79,6 +79,7 @@ def translate(config: object, device: str | None = None) -> TranslatedConfig:
         sections = {**shared, "tasks": {}, "stages": stage_sections}
         trinity.problems = []  # settings of the stages are optional outside the stages
     problems = [problem for reader in (trinity, *(stage for _, stage in stages)) for problem in reader.problems]
+    # Stages share sections, whose problems each of them finds.
     refuse(dict.fromkeys(problems))
     notes = [note for reader in (trinity, *(stage for _, stage in stages)) for note in reader.all_notes()]
     return TranslatedConfig(sections, tuple(dict.fromkeys(notes)))

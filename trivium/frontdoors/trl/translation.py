@@ -96,6 +96,7 @@ def _schedule(trl: Settings, name: str, mapping: dict[str, Any], problems: list[
 
     The completions of one generation are a train step here, with `mini_batches * epochs` of TRL's optimizer steps.
     """
+    # 8 is TRL's default of num_generations.
     size = _ROW_SIZES.get(name) or trl["num_generations"] or (1 if name in _SINGLE else 8)
     counts = {key: trl[key] for key in ("per_device_train_batch_size", "gradient_accumulation_steps")}
     counts |= {"num_iterations": 1 if name in OF_ROWS else trl["num_iterations"], "num_generations": size}
@@ -237,6 +238,7 @@ def _policy_loss(trl: Settings, name: str, loss_type: str, problems: list[Proble
 
 def _kl_estimator(trl: Settings, name: str, problems: list[Problem]) -> dict[str, Any]:
     if name != "grpo" or not trl["use_bias_correction_kl"]:
+        # TRL's KL has no bound.
         return {"kind": "k3", "cap": None}
     if trl["importance_sampling_level"] == "sequence":
         cause = "it weights the KL with the ratio of the whole sequence, here of each token"

@@ -12,7 +12,7 @@ import sys
 import typer
 
 from trivium.cli import Outcome, show
-from trivium.frontdoors.verl.main_ppo import config_of, train
+from trivium.frontdoors.verl.main_ppo import config_of, run_ppo
 from trivium.runtime.main_loop import exit_without_threads
 
 
@@ -23,7 +23,7 @@ def main() -> int:
         return 0
     try:
         with Outcome(debug=False):
-            show(train(config_of(sys.argv[1:])))
+            show(run_ppo(config_of(sys.argv[1:])))
     except typer.Exit as left:
         return left.exit_code
     return 0

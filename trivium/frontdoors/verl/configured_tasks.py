@@ -49,6 +49,7 @@ class ConfiguredTasks(OrderedRows):
                 ChatRenderer(tokenizer, chat_template=template_of(verl, tokenizer)),
                 taskset=name,
                 origin=where,
+                # Validation visits every row: the last batch, which is dropped if it is incomplete, has one.
                 batch=verl["data.train_batch_size"] if trains else 1,
                 sampler=sampler,
                 shuffle=trains and bool(verl["data.shuffle"]),

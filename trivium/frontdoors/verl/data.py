@@ -22,6 +22,7 @@ from trivium.config import Plugin
 from trivium.foundation.errors import DataError
 from trivium.foundation.randomness import permutation
 from trivium.frontdoors.tables import Settings
+from trivium.frontdoors.verl.objects.batches.protocol import as_columns
 from trivium.frontdoors.verl.objects.datasets.orders import Orders
 from trivium.protocols import Renderer
 from trivium.tasks.files import jsonl_rows, parquet_rows
@@ -131,6 +132,7 @@ class Data:
     def __post_init__(self) -> None:
         plain = [_as_mapping(json_like(row), self._where(number)) for number, row in enumerate(self.rows)]
         plain = [_with_images(row, self.image_key, self._where(number)) for number, row in enumerate(plain)]
+        # Images count by their content, so that another process has the same digest.
         self.digest = _digest(map(portable, plain))
         self._prompts = [
             {
@@ -187,8 +189,7 @@ class Data:
         rows = [self.rows[place] for place in places]
         if self.collate_fn is not None:
             return self.collate_fn(rows)
-        rows = [_as_mapping(row, self.origin) for row in rows]
-        return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+        return as_columns([_as_mapping(row, self.origin) for row in rows])
 
     def _tasks_of(self, epoch: int, number: int) -> tuple[Task, ...]:
         start, stop = number * self.batch, (number + 1) * self.batch
@@ -225,6 +226,7 @@ class Data:
         return [{name: column[row] for name, column in columns.items()} for row in range(len(rows))]
 
     def _task(self, where: str, row: dict[str, Any]) -> Task:
+        # verl's own dataset moves the messages to this name.
         key = self.prompt_key if self.prompt_key in row else "raw_prompt"
         prompt = row.get(key)
         if prompt is None:

@@ -1,13 +1,13 @@
 """verl's entry point: reads the arguments of `main_ppo`, and trains with them.
 
-`run_ppo(config)` and `TaskRunner` are those of scripts that import them from verl; `train` does their work.
+`run_ppo(config)` and `TaskRunner` are those of scripts that import them from verl.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trivium.config import read_yaml
 from trivium.foundation.errors import ConfigError
@@ -183,11 +183,6 @@ class TaskRunner:
 
     def _map(self, role: Any, worker: Any) -> None:
         self.role_worker_mapping[role], self.mapping[role] = worker, "global_pool"
-
-
-def train(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains with a config in verl's layout, like verl's `main_ppo`, and returns the summary of the run."""
-    return cast(dict[str, Any], run_ppo(config))
 
 
 # --------------------------------------------------------------------------- what a config needs

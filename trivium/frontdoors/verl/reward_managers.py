@@ -20,10 +20,10 @@ from trivium.foundation.errors import ConfigError, DataError
 from trivium.frontdoors.plain_values import plain, read, unescaped
 from trivium.frontdoors.reward_calls import OnError, Result, Scorer
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView
+from trivium.frontdoors.verl.objects.batches.protocol import as_columns
 from trivium.frontdoors.verl.rewards.reward_bases import (
     AbstractRewardManager,
     RawRewardFn,
-    columns,
     each_single,
     get_event_loop,
 )
@@ -133,7 +133,7 @@ class NaiveRewardManager(AbstractRewardManager):
             extras.append(entries)
             if sample.length or self._scores_empty:
                 rewards[sample.row, max(0, sample.length - 1)] = reward
-        extra = columns(extras) | self._errors(results)
+        extra = as_columns(extras) | self._errors(results)
         self._examine(samples, results)
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
 

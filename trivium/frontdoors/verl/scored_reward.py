@@ -48,6 +48,7 @@ class ScoredReward:
             "extra_info": extra_info,
         }
         if self._batched:
+            # The arguments of verl's batch manager have the same names in the plural.
             (score,) = self._function(**{f"{name}s": [value] for name, value in arguments.items()}, **self._options)
         else:
             score = self._function(**arguments, **self._options)

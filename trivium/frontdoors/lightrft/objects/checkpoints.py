@@ -136,6 +136,7 @@ def save_model(
     Other files in the directory stay. `companions` writes further files, such as the tokenizer. All ranks must call it.
     """
     staging = Path(ranks_agree(ranks, lambda: str(staging_directory(directory))))
+    # No copy: it is written before training continues.
     take_snapshot(weight_files(model, ""), ranks, SaveStrategy.UNRESTRICTED, companions, copy=False).write(staging)
 
     def move() -> None:

@@ -65,6 +65,7 @@ class ExperienceMaker:
         ]
         everyone = [row for part in self.ranks.all_gather(rows) for row in part]
         names = ("reward", *_PARTS, "response_length")
+        # Sums over the completions of all ranks. LightRFT reports the mean of the first rank alone.
         totals = np.asarray(everyone, np.float64).reshape(-1, len(names)).sum(0) / max(len(everyone), 1)
         means = {f"{name}_mean": float(mean) for name, mean in zip(names, totals, strict=True)}
         return {**means, "num_samples": float(len(everyone))}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trivium.foundation.errors import DataError
+from trivium.frontdoors.padding import Truncation, cut_prompt
 from trivium.models.vision.images import Images
-from trivium.policy import PromptTooLong
 from trivium.tasks.pictures import read_image
 from trivium.text.renderer import ChatRenderer
 from trivium.types import IMAGE, Media, Message, Prompt, Task
@@ -92,16 +92,8 @@ class PromptRenderer(ChatRenderer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, images: Images | None, longest: int) -> None:
         template = _TEMPLATE.replace("IMAGE", images.token) if images is not None else _TEXT
         super().__init__(tokenizer, chat_template=template, images=images)
-        self._longest, self._left = longest, tokenizer.truncation_side == "left"
+        self._longest = longest
+        self._side: Truncation = "left" if tokenizer.truncation_side == "left" else "right"
 
     def render(self, messages: Sequence[Message]) -> Prompt:
-        prompt = super().render(messages)
-        if len(prompt) <= self._longest:
-            return prompt
-        if prompt.media:
-            raise PromptTooLong(
-                f"a prompt of at most {self._longest} tokens (prompt_max_len)",
-                f"{len(prompt)} tokens with {len(prompt.media)} image(s), which are not cut",
-                "raise prompt_max_len, or shrink the images",
-            )
-        return Prompt(prompt.tokens[-self._longest :] if self._left else prompt.tokens[: self._longest])
+        return cut_prompt(super().render(messages), self._longest, self._side, "prompt_max_len", "shrink the images")

@@ -20,6 +20,7 @@ class ReplayBuffer:
 
     def append(self, experience: ExperienceVL) -> None:
         """Adds the sequences of an experience."""
+        # Without the padding of the rollout: sequences of one batch differ in length.
         items = experience.split()
         if self.cpu_offload:
             items = [item.to_device(torch.device("cpu")) for item in items]

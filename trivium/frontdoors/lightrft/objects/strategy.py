@@ -240,6 +240,7 @@ class Strategy:
         `lr_warmup_ratio` (0.03).
         """
         trained: list[tuple[Any, Any, Any]] = []
+        # The defaults, also of warm-up and schedule, are those of LightRFT's flags.
         betas, decay = getattr(args, "adam_betas", (0.9, 0.95)), getattr(args, "l2", 0.0)
         warmup = math.ceil(max_steps * getattr(args, "lr_warmup_ratio", 0.03))
         for model, name, usual in ((actor, "actor_learning_rate", 1e-6), (critic, "critic_learning_rate", 9e-6)):
@@ -257,10 +258,6 @@ class Strategy:
             )
             trained.append((ready, optimizer, scheduler))
         return trained[0], trained[1], self._prepared(reward_models), self._prepared(initial_model)
-
-    def unwrap_model(self, model: Any) -> nn.Module:
-        """Returns the transformers model of an ActorVL or CriticVL."""
-        return model.model if isinstance(model, Wrapped) else model
 
     def learner(
         self,

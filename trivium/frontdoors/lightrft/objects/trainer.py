@@ -320,6 +320,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
                 self.replay_buffer.append(experience)
             status.update(rollout_summary(self.strategy.ranks, self.replay_buffer.items))
             status.update(self.ppo_train(step))
+            # The experiences are of the policy before the update.
             self.replay_buffer.clear()
 
         self.metrics = train_step(self.engine, groups, self.step_algorithm(train))
@@ -343,6 +344,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
                 raise ConfigError(
                     f"{name} {getattr(args, name)} over {size} ranks", "the ranks do not divide it", "use a multiple"
                 )
+        # LightRFT carries an incomplete batch into the next rollout, whose tokens come from another policy.
         if sequences % args.train_batch_size:
             raise ConfigError(
                 f"train_batch_size {args.train_batch_size}, in sequences",
@@ -469,6 +471,7 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
             return {}
         temperature = option(self.args, "eval_temperature")
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=float(temperature))
+        # LightRFT evaluates with the samples and the temperature of training; both may differ here.
         samples = int(option(self.args, "eval_n_samples"))
         measured = self.experience_maker.evaluated(eval_dataloader, self.policy_version, samples, sampling)
         self._logs_from(global_step).log(global_step, {f"eval/{name}": value for name, value in measured.items()})

@@ -336,6 +336,7 @@ def _reads_models_only(reward_fn: Callable[..., Any]) -> bool:
     """Whether a reward function takes the scores of the models alone. Raises ConfigError for a signature that takes
     neither one argument nor five."""
     signature = inspect.signature(reward_fn)
+    # Five first: a function of `*args` takes both.
     for count in (5, 1):
         try:
             signature.bind(*range(count))

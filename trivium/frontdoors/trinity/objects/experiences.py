@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trivium import types
 from trivium.foundation.errors import DataError
-from trivium.frontdoors.padding import side_by_side
+from trivium.frontdoors.padding import response_start, side_by_side
 from trivium.types import AnyArray, Batch
 
 _OF_ALGORITHM = ("advantages", "returns")
@@ -61,7 +61,7 @@ class Experience(types.Experience):
 
     @property
     def prompt_length(self) -> int:
-        return prompt_length(self)
+        return response_start(self)
 
     @property
     def action_mask(self) -> Tensor:
@@ -86,12 +86,6 @@ class Experience(types.Experience):
     def _response(self, array: AnyArray) -> Tensor:
         # A copy, because recorded arrays are read-only, and torch has no such tensors.
         return torch.from_numpy(array[self.prompt_length :].copy())
-
-
-def prompt_length(experience: types.Experience) -> int:
-    """Returns the number of tokens before the first trained one; the length of the sequence if no token is trained."""
-    mask = experience.response_mask
-    return int(mask.argmax()) if mask.any() else len(mask)
 
 
 @dataclass(frozen=True)
@@ -198,7 +192,7 @@ class Experiences(Sequence[Experience]):
 
     @cached_property
     def _prompts(self) -> list[int]:
-        return [prompt_length(e) for e in self.batch.experiences]
+        return [response_start(e) for e in self.batch.experiences]
 
     def _padded(self, arrays: Sequence[AnyArray], dtype: torch.dtype, filler: int = 0) -> Tensor:
         return side_by_side(arrays, self._prompts, filler, dtype)

@@ -134,6 +134,7 @@ class RunParts:
             return None
         from trivium.cluster.shared_actors import SharedActors
 
+        # A run that starts again must not find the actors of the one before.
         namespace = f"{run_name(self.config)}-{uuid.uuid4().hex[:8]}"
         return SharedActors(self.actor, None, namespace)  # the trainer has a buffer in its own process
 

@@ -67,24 +67,12 @@ class Workflow:
         self.logger = logging.getLogger("trivium")
 
     @property
-    def resettable(self) -> bool:
-        return self.can_reset
-
-    @property
-    def repeatable(self) -> bool:
-        return self.can_repeat
-
-    @property
-    def asynchronous(self) -> bool:
-        return self.is_async
-
-    @property
     def rollout_args(self) -> dict[str, Any]:
         """The keyword arguments of `model.chat`."""
         return {name: value for name, value in vars(self.task.rollout_args).items() if value is not None}
 
     def reset(self, task: Task) -> None:
-        """Prepares the workflow for another task. Called before `run` on a class with `can_reset = True`."""
+        """Prepares the workflow for another task. Not called here: each rollout has a workflow of its own."""
         raise NotImplementedError(f"{type(self).__name__} has can_reset and no reset(task)")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:

@@ -94,6 +94,7 @@ class OverridableValidator(Validator):
     owner: Any = None
 
     async def run(self, version: int) -> Metrics:
+        # An override runs in a thread, and its `super()._validate()` samples on this loop.
         self.owner._validating = asyncio.get_running_loop(), self, version
         self.results, self.samples_seen = {}, []
         metrics = numbers(await asyncio.to_thread(self.owner._validate), "_validate")

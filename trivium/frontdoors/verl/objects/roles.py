@@ -59,6 +59,7 @@ def chosen_roles(mapping: Mapping[Role, Any], needs: Needs) -> dict[Role, Any]:
                 f"mapped are {', '.join(r.name for r in mapping)}",
                 "add the role to role_worker_mapping",
             )
+        # verl runs a reward model whenever its role is mapped.
         if needed or (role is Role.RewardModel and role in mapping):
             chosen[role] = mapping[role]
     return {role: chosen[role] for role in _ORDER if role in chosen}

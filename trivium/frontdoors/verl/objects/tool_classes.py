@@ -159,6 +159,7 @@ def load_tools(file: str) -> dict[str, Any]:
     """Returns the tools of a YAML file by name. Raises ConfigError for a tool that cannot be built."""
     tools: dict[str, Any] = {}
     for entry in _entries(file, "tools"):
+        # All rollouts share the objects of a file: a tool tells them apart by the id of the instance.
         config = dict(entry.get("config") or {})
         if config.get("type", "native") != "native":
             raise ConfigError(

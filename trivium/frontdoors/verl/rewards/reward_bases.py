@@ -21,6 +21,7 @@ from trivium.foundation.concurrency import gather_or_cancel
 from trivium.foundation.errors import ConfigError, RewardError
 from trivium.foundation.registry import add_names, resolve
 from trivium.frontdoors.verl.objects.batches.batch_view import BatchView, on_last_tokens
+from trivium.frontdoors.verl.objects.batches.protocol import as_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,14 +168,8 @@ def each_single(manager: Any, data: BatchView, return_dict: bool = False) -> Ten
             )
     assemble = getattr(manager, "assemble_rm_scores", RewardManagerBase.assemble_rm_scores)
     rewards = assemble(data, [result["reward_score"] for result in results])
-    extra = columns([result.get("reward_extra_info") or {} for result in results])
+    extra = as_columns([result.get("reward_extra_info") or {} for result in results])
     return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
-
-
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Converts rows to columns: a value per row for each name, None if a row lacks the name."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
 
 
 # --------------------------------------------------------------------------- the loop of coroutines

@@ -206,6 +206,7 @@ class ActorVL(Opened[LanguageModel]):
         stop = torch.isin(sequences, torch.tensor(sorted(ends), device=sequences.device))
         real = ~stop & (sequences != pad_token_id)
         place = torch.arange(sequences.shape[1], device=sequences.device)
+        # A completion that was cut keeps its last token; LightRFT overwrites it with the end of the sequence.
         response = place >= input_len
         last = torch.where(real & response, place, input_len - 1).amax(1, keepdim=True)
         ended = stop.gather(1, (last + 1).clamp(max=sequences.shape[1] - 1)) & (last + 1 < sequences.shape[1])
@@ -217,11 +218,6 @@ class ActorVL(Opened[LanguageModel]):
         """Yields the unsharded parameters and persistent buffers by Hugging Face name, with the adapter merged. If the
         model is sharded, all ranks must iterate to the end."""
         return full_weights(self.language_model)
-
-    def print_trainable_parameters(self) -> str:
-        """Returns the number of trainable parameters and the total, as text."""
-        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
-        return f"{sum(n for n, trained in sizes if trained):,} of {sum(n for n, _ in sizes):,} parameters are trained"
 
     def close(self) -> None:
         """Closes the engine of `generate`."""

@@ -46,6 +46,7 @@ class Synchronizer(RunSynchronizer):
 
 
 def _actor_class() -> type[RunSynchronizer]:
+    # It needs Ray, which a process with a Synchronizer of its own may lack.
     from trivium.frontdoors.trinity.objects.boards.synchronizer_actor import SynchronizerActor
 
     return SynchronizerActor

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trivium.foundation.errors import DataError
-from trivium.frontdoors.padding import side_by_side
-from trivium.frontdoors.verl.objects.batches.protocol import DataProto, objects
+from trivium.frontdoors.padding import response_start, side_by_side
+from trivium.frontdoors.verl.objects.batches.protocol import DataProto, as_columns, objects
 from trivium.models.late import torch
 from trivium.policy import finite_number
 from trivium.types import Batch, Experience, Group, Trajectory, experiences_of
@@ -49,12 +49,10 @@ class BatchView(DataProto):
         If a trajectory rewrote its history, its row is the last of its sequences.
         """
         rows = [(group, member, _last(group, member)) for group, member in living(groups)]
-        starts = [_start(e) for _, _, e in rows]
-        columns = [_columns(group, member) for group, member, _ in rows]
-        names = dict.fromkeys(name for row in columns for name in row)
+        starts = [response_start(e) for _, _, e in rows]
         return cls.from_dict(
             _padded([e for _, _, e in rows], starts, (prompt_length, response_length), pad_token_id),
-            {name: [row.get(name) for row in columns] for name in names},
+            as_columns([_columns(group, member) for group, member, _ in rows]),
             meta_info,
         )
 
@@ -67,7 +65,7 @@ def living(groups: Sequence[Group]) -> list[tuple[Group, Trajectory]]:
 def row_lengths(groups: Sequence[Group]) -> tuple[list[int], list[int]]:
     """Returns (prompt lengths, response lengths) in tokens of the rows of `BatchView.of`."""
     rows = [_last(group, member) for group, member in living(groups)]
-    prompts = [_start(row) for row in rows]
+    prompts = [response_start(row) for row in rows]
     return prompts, [len(row) - start for row, start in zip(rows, prompts, strict=True)]
 
 
@@ -173,11 +171,6 @@ def _last(group: Group, member: Trajectory) -> Experience:
     return Experience(tokens, np.zeros(0, np.bool_), numbers, tokens, group.group_id, member.index)
 
 
-def _start(experience: Experience) -> int:
-    """Returns the position of the first response token."""
-    return int(experience.response_mask.argmax()) if experience.response_mask.any() else len(experience)
-
-
 def _padded(
     rows: Sequence[Experience], starts: Sequence[int], widths: tuple[int, int], pad_token_id: int
 ) -> dict[str, Tensor]:
@@ -207,6 +200,7 @@ def _columns(group: Group, member: Trajectory) -> dict[str, Any]:
     return columns | {
         "uid": group.group_id,
         "raw_prompt": [{"role": message.role, "content": message.content} for message in task.prompt],
+        # One for the prompt or the answer before a completion, one for the completion.
         "__num_turns__": 2 * len(member.turns),
         "reward_scores": dict(member.rewards),
     }

@@ -164,6 +164,12 @@ class DataProto:
         return self.batch["attention_mask"][:, self.batch["prompts"].shape[-1] :].sum(-1)
 
 
+def as_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Converts rows to columns: a value per row for each name, None if a row lacks the name."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
 def objects(column: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns an object array with one entry per row."""
     if isinstance(column, np.ndarray):

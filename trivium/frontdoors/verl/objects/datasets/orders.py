@@ -47,6 +47,8 @@ class Orders:
         length = self.rows if self.sampler is None else _length_of(self.sampler)
         self.epoch_length = length // self.batch * self.batch
         if self.sampler is not None and self.epoch_length:
+            # Wrong positions are reported before any process starts; a learning sampler may draw no more than one
+            # batch.
             self._ahead = self._next(0, self.batch if self.learns else self.epoch_length)
 
     @property
@@ -63,6 +65,7 @@ class Orders:
                 order = permutation(self.rows, self.seed, "order", epoch)[: self.epoch_length]
                 self._drawn[epoch] = [int(place) for place in order]
             return self._drawn[epoch]
+        # The state of a sampler continues from epoch to epoch, so the earlier ones are drawn first.
         for earlier in range(epoch):
             self._extend(earlier, self.epoch_length)
         return self._extend(epoch, stop if self.learns else self.epoch_length)

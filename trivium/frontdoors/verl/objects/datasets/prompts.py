@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from trivium.foundation.errors import ConfigError
+from trivium.frontdoors.padding import Truncation, cut_prompt
 from trivium.frontdoors.tables import Settings
 from trivium.models.backbone.huggingface import with_variables
-from trivium.policy import PromptTooLong
 from trivium.protocols import Renderer
 from trivium.types import IntArray, Message, Prompt, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Truncation = Literal["left", "right", "middle"]
-
-
-def cut(tokens: IntArray, longest: int, truncation: Truncation) -> IntArray:
-    """Returns at most `longest` tokens. Drops the first ones (`left`), the last ones (`right`) or those in between."""
-    if len(tokens) <= longest:
-        return tokens
-    match truncation:
-        case "left":
-            return tokens[-longest:]
-        case "right":
-            return tokens[:longest]
-        case "middle":
-            return np.concatenate([tokens[: longest // 2], tokens[len(tokens) - (longest - longest // 2) :]])
 
 
 @dataclass
@@ -48,18 +31,13 @@ class CutRenderer:
 
     def render(self, messages: Sequence[Message]) -> Prompt:
         """Returns the cut prompt. Raises PromptTooLong for a longer prompt with images, which cannot be cut."""
-        prompt = self.renderer.render(messages)
-        if prompt.media and len(prompt) > self.longest:
-            raise PromptTooLong(
-                f"a prompt of at most {self.longest} tokens (data.max_prompt_length)",
-                f"{len(prompt)} tokens with {len(prompt.media)} image(s), which are not cut",
-                "raise data.max_prompt_length, or set data.filter_overlong_prompts",
-            )
-        return prompt if prompt.media else Prompt(cut(prompt.tokens, self.longest, self.truncation))
+        prompt, do = self.renderer.render(messages), "set data.filter_overlong_prompts"
+        return cut_prompt(prompt, self.longest, self.truncation, "data.max_prompt_length", do)
 
     def extend(
         self, history: Sequence[Message], seen: Prompt, stop_reason: StopReason, new: Sequence[Message]
     ) -> Prompt:
+        # Uncut: it continues tokens that the policy has read.
         return self.renderer.extend(history, seen, stop_reason, new)
 
     def decode(self, tokens: Sequence[int] | IntArray) -> str:

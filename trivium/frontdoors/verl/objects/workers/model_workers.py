@@ -316,6 +316,7 @@ class RoleRanks:
             name = _UPDATING[role]
             works = [replace(work, objective=objective, denominators=denominators) for work in works]
         by_rank = [works[rank // self._sequence] for rank in range(self.group.world_size)]
+        # Ranks that share a sequence return the same result.
         return self.group.run_each(name, by_rank)[:: self._sequence]
 
     def close(self) -> None:
