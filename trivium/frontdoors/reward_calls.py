@@ -154,6 +154,7 @@ class Scorer:
         else:
             problem = f"{type(cause).__name__}: {text_of(cause)}" if raised else str(cause)
         error = RewardError(wanted, problem, self._do)
+        # Not by `raise ... from`: with `on_error`, the error is stored and never raised.
         error.__cause__ = cause
         return error
 

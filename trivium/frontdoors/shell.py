@@ -20,6 +20,7 @@ _SUM = re.compile(r"\ue002([^\ue002\ue003]*)\ue003")
 # Private code points of Unicode, which no script contains.
 _QUOTED, _DOLLAR, _ITEM = "\ue000", "\ue001", "\ue004"
 """Marks: before a `$` in double quotes, instead of a `$` that is not expanded, and after each item of an array."""
+# These stand before a command or an assignment.
 _KEYWORDS = ("export", "local", "readonly", "then", "do", "else")
 
 
@@ -96,6 +97,7 @@ def _marked(text: str) -> str:
             letter = _DOLLAR if quote == "'" else _QUOTED + letter
         elif not quote and letter == "(" and result.endswith("="):
             array, letter = True, " "
+        # An array may have several lines, at whose ends the lexer would end the statement.
         elif not quote and array and letter in ")\n":
             array, letter = letter == "\n", " " if letter == "\n" else " )"
         result, place = result + letter, place + 1

@@ -151,6 +151,7 @@ def _model(trinity: TrinityConfig) -> dict[str, Any]:
     if critic not in ("", None, path) and trinity["algorithm.algorithm_type"] == "ppo":
         do = "the critic is the policy's backbone with a value head: name the same, or leave it out"
         trinity.problem("model.critic_model_path", repr(critic), f"the policy's model is {path!r}", do)
+    # Absolute, because the run may start in another folder.
     here = Path(str(path)).expanduser()
     model: dict[str, Any] = {"kind": "hf", "path": str(here.resolve()) if here.exists() else path}
     template = trinity.first("explorer.rollout_model.chat_template", "model.custom_chat_template")
@@ -471,6 +472,7 @@ def _monitors(trinity: TrinityConfig) -> list[dict[str, Any]]:
 
 def _cluster(trinity: TrinityConfig, device: str) -> dict[str, Any]:
     """Returns the cluster: Ray if one command uses more than one GPU, else one process."""
+    # A trainer that meets its explorers in a database has no ranks on Ray (`objects.trainer`).
     if device == "cpu" or trinity.mode not in ("both", "train") or (trinity.mode == "train" and not trinity.offline):
         return {}
     nodes, per_node = trinity["cluster.node_num"] or 1, trinity["cluster.gpu_per_node"] or _gpus()

@@ -83,6 +83,7 @@ class WorkflowOfTrinity:
         is_async = self._class.is_async
         judges = [model.client_of(name, client.post, is_async) for name, client in self._auxiliary] or None
         try:
+            # In a thread, as `run`: the constructor is the user's, and may block.
             workflow = await self._threads.run(partial(self._workflow_for, trinity_task, model, judges))
             if workflow.is_async:
                 experiences = await workflow.run_async()

@@ -118,6 +118,7 @@ class TaskRunner:
 
     def add_actor_rollout_worker(self, config: Any) -> tuple[Any, Any]:
         """Maps the policy's workers, and returns (their class, the class of their group)."""
+        # The methods import Ray and torch, which reading the arguments of a script needs not.
         from trivium.frontdoors.verl.objects.resource_pools import Role
         from trivium.frontdoors.verl.objects.workers.model_workers import ActorRolloutRefWorker
         from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup

@@ -53,6 +53,7 @@ def _either_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def construct(self: Any, *arguments: Any, **named: Any) -> None:
+        # The second argument is `num_examine` up to verl 0.6, and the tokenizer since.
         has_tokenizer_second = len(arguments) > 1 and not isinstance(arguments[1], int)
         if "config" not in named and not has_tokenizer_second and not (arguments and "tokenizer" in named):
             init(self, *arguments, **named)

@@ -82,12 +82,14 @@ def translate(config: object) -> TranslatedConfig:
     rewards, shaping = rewards_of(verl, problems), shaping_of(verl)
     device = _device(verl, problems)
     rows = rows_of_files(verl)
+    # Without the files, an epoch counts as one batch, which a note says.
     num_rows = rows or verl["data.train_batch_size"]
     mapping = translated(verl, rows=num_rows, has_validation="val" in tasks, device=device, problems=problems)
     mapping["engine"].setdefault("max_context", _longest(verl))
     notes = [*_with_template(mapping, verl), *notes_of(verl, mapping, rows), *verl.notes()]
     mapping["algorithm"] |= {"shaping": shaping} if shaping else {}
     mapping |= {"tasks": tasks, "rewards": [] if verl["distillation.enabled"] and len(tasks) == 1 else rewards}
+    # A path need not exist where the config is translated.
     of_run = [problem for problem in _run_problems(mapping) if not problem.where.endswith("path")]
     if problems:  # these sections may be incomplete because of a problem that is listed
         of_run = [problem for problem in of_run if not problem.where.startswith(("tasks", "rewards"))]
@@ -258,6 +260,7 @@ def _monitors(verl: Settings) -> list[dict[str, Any]]:
 def _critic(verl: Settings) -> dict[str, Any]:
     """Returns the model of the critic and its gradient norm, where they are not the actor's."""
     path, clip = verl["critic.model.path"], verl.first("critic.grad_clip", "critic.optim.clip_grad")
+    # verl's default is a path of its authors, not a choice of the user.
     own_path = path not in (verl["actor_rollout_ref.model.path"], verl.table.default_of("critic.model.path"))
     own_clip = clip != verl.first(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
     return ({"critic_path": path} if own_path else {}) | ({"critic_max_grad_norm": clip} if own_clip else {})

@@ -29,6 +29,7 @@ class PromptOrder:
                 f"its batch_size is {loader.batch_size}",
                 "set up the one with the other",
             )
+        # As LightRFT counts the rollouts of an episode.
         updates = num_update_steps * args.train_batch_size / max_epochs / self._batch / args.n_samples_per_prompt
         self.per_episode = _length(loader) or max(1, int(updates))
         """Rollouts in a pass over the prompts: the length of the loader, or those that the updates take."""

@@ -30,7 +30,7 @@ from trivium.types import AnyArray, Batch, Metrics, SaveStrategy
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with what trains it."""
+    """A model, its optimizer and its scheduler."""
 
     model: ActorVL | CriticVL
     optimizer: torch.optim.Optimizer

@@ -255,6 +255,7 @@ class DirectorySource:
 
     def _ended(self, sample: RolloutSample) -> Conversation:
         tokens = np.asarray(sample.tokens, np.int32)
+        # The head reads the last token, and reward models learn to find the end of the sequence there.
         if sample.truncated and self._eos is not None:
             tokens = np.append(tokens, np.int32(self._eos))
         return Conversation(tokens, tuple(sample.images))

@@ -272,6 +272,7 @@ def _is_of_trivium(path: str) -> bool:
 
     try:
         target = resolve("workflows", path)
+    # The section of the adapter reports why it cannot be imported.
     except (TriviumError, ImportError):
         return False
     return not (isinstance(target, type) and issubclass(target, Workflow))

@@ -408,6 +408,7 @@ class RayPPOTrainer(Attributes):
         """Logs a table of validation samples; every validation logs the same choice."""
         count = self._verl["trainer.log_val_generations"]
         if count and self._monitor is not None:
+            # Rollouts finish in any order: sorted, the same choice is the same samples.
             ordered = sorted(samples, key=lambda sample: (sample["input"], sample["output"]))
             chosen = permutation(len(ordered), "val_generations")[:count]
             self._monitor.table(version, "val_generations", [ordered[int(place)] for place in chosen])

@@ -85,6 +85,7 @@ def _table(group: Group, extra_of: Mapping[tuple[str, int], Mapping[str, Any]]) 
     names = dict.fromkeys(name for row in rows if row is not None for name in row if name != "score")
     table: dict[str, list[Any]] = {}
     for name in names:
+        # A failed rollout has no other numbers, so its task is left out of their averages.
         values = [0.0 if row is None and name in _ALWAYS else None if row is None else row.get(name) for row in rows]
         if all(value is not None for value in values):
             table[name] = values

@@ -190,6 +190,7 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
 def _loop() -> tuple[asyncio.AbstractEventLoop, threading.Lock]:
     if os.getpid() not in _loops:
         loop = asyncio.new_event_loop()
+        # Coroutines of verl call scorers by `run_in_executor`, and a scorer may need the main thread (signals).
         loop.set_default_executor(_Threads(thread_name_prefix="rewards"))
         _loops[os.getpid()] = loop, threading.Lock()
     return _loops[os.getpid()]

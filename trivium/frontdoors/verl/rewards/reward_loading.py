@@ -96,6 +96,7 @@ def load_reward_manager(
     kind, manager = _manager_of(verl)
     options = reward_kwargs_of(verl)
     if "config" in inspect.signature(manager).parameters:  # a manager of verl 0.7 reads its arguments there
+        # The trainer passes the reward_kwargs of its config, which such a manager has in `config` already.
         beside = {name: value for name, value in reward_kwargs.items() if name not in options or value != options[name]}
         arguments = {"config": _with_rewards(config, options), "tokenizer": tokenizer, "compute_score": score, **beside}
         optional = {"reward_router_address": None, "reward_model_tokenizer": None}

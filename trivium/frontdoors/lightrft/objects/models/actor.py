@@ -17,7 +17,7 @@ from trivium.foundation.concurrency import gather_or_cancel, run_here
 from trivium.foundation.errors import ConfigError
 from trivium.foundation.randomness import SampleKey
 from trivium.frontdoors.lightrft.objects.models.generation import Arguments, stops_of
-from trivium.frontdoors.lightrft.objects.models.opening import Opened, Options, refuse_videos, sharing
+from trivium.frontdoors.lightrft.objects.models.opening import OpenedModel, Options, refuse_videos, sharing
 from trivium.frontdoors.lightrft.objects.models.placing import pieces_of
 from trivium.frontdoors.lightrft.objects.models.rollout_engine import ActorEngine
 from trivium.models.heads.trained_models import LanguageModel
@@ -25,7 +25,7 @@ from trivium.training.snapshot import full_weights
 from trivium.types import Completion, Prompt, Request
 
 
-class ActorVL(Opened[LanguageModel]):
+class ActorVL(OpenedModel[LanguageModel]):
     """A policy that reads text and images, or text only.
 
     `model` is the transformers model. `language_model` is the core's model over the same parameters, which computes
@@ -88,7 +88,7 @@ class ActorVL(Opened[LanguageModel]):
         if not value > 0:
             raise ConfigError(f"temperature {value}", "log-probabilities of a greedy policy are 0", "use one above 0")
         self._temperature = value
-        for core in self._opened:
+        for core in self._cores:
             core.set_temperature(value)
 
     def forward(

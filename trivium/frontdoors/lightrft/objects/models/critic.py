@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from trivium.foundation.errors import ConfigError
-from trivium.frontdoors.lightrft.objects.models.opening import Opened, Options, refuse_videos, sharing
+from trivium.frontdoors.lightrft.objects.models.opening import OpenedModel, Options, refuse_videos, sharing
 from trivium.models.heads.trained_models import ValueModel, tensor_names
 from trivium.models.heads.value_head import saved_head
 from trivium.training.distributed.ranks import Ranks
 
 
-class CriticVL(Opened[ValueModel]):
+class CriticVL(OpenedModel[ValueModel]):
     """Predicts the values of the states before actions.
 
     `model` is the transformers backbone of a causal or vision-language model, and `value_head` a linear layer on its

@@ -57,6 +57,7 @@ class Arguments:
                 f"unknown: {', '.join(unknown)}" if unknown else f"num_beams {values['num_beams']}",
                 f"known: {', '.join(_KNOWN)}; num_beams 1",
             )
+        # As in transformers, max_length counts the prompt as well.
         longest = values.get("max_new_tokens", values.get("max_length", 0) - input_ids.shape[1])
         if longest < 1:
             raise ConfigError("generate of ActorVL", f"{longest} new tokens", "set max_new_tokens to at least 1")
@@ -68,6 +69,7 @@ class Arguments:
             max_new_tokens=longest,
             temperature=0.0 if greedy else float(values.get("temperature", temperature)),
             top_p=float(values.get("top_p", 1.0)),
+            # transformers writes 0 for all tokens, vLLM -1.
             top_k=max(0, int(values.get("top_k", 0))),
             min_new_tokens=min(longest, int(values.get("min_new_tokens", 1))),
         )

@@ -101,7 +101,7 @@ class Options:
         return attach(model, LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=targets), seed=self.seed)
 
 
-def _opened(
+def _open(
     source: str | Path | nn.Module, options: Options, backbone: bool
 ) -> tuple[PreTrainedModel, Path | None, bool]:
     """Returns (the model, its directory, whether it was in 16 bits)."""
@@ -133,7 +133,7 @@ def sharing(model: PreTrainedModel) -> PreTrainedModel:
 Core = TypeVar("Core", LanguageModel, ValueModel)
 
 
-class Opened(nn.Module, Generic[Core]):
+class OpenedModel(nn.Module, Generic[Core]):
     """A transformers model, `model`, and the core's model over the same parameters.
 
     Both stay in eval mode, because dropout would make passes over the same tokens differ.
@@ -149,12 +149,12 @@ class Opened(nn.Module, Generic[Core]):
         """
         super().__init__()
         options.check(further)
-        model, directory, halved = _opened(source, options, backbone)
+        model, directory, halved = _open(source, options, backbone)
         self.model: PreTrainedModel = options.adapted(model).eval()
         self.model_dir, self._autocast, self._seed = directory, options.bf16 or halved, options.seed
         self.ranks: Ranks = ALONE
         self._checkpointing = False
-        self._opened: list[Core] = []  # in a list, so that it is not registered as a submodule
+        self._cores: list[Core] = []  # in a list, so that it is not registered as a submodule
 
     def build(self) -> Core:
         """Builds the core's model."""
@@ -164,11 +164,11 @@ class Opened(nn.Module, Generic[Core]):
     def core(self) -> Core:
         """The core's model over the same parameters."""
         # The caller may have moved the model by `.to`.
-        if not self._opened or self._opened[0].device != self.model.device:
-            self._opened = [self.build()]
+        if not self._cores or self._cores[0].device != self.model.device:
+            self._cores = [self.build()]
             if self._checkpointing:
-                checkpoint_gradients(self._opened[0].module)
-        return self._opened[0]
+                checkpoint_gradients(self._cores[0].module)
+        return self._cores[0]
 
     @property
     def built_of(self) -> dict[str, Any]:

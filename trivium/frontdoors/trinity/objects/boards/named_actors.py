@@ -45,6 +45,7 @@ def named_actor(
             ) from error
     else:
         # No CPU, since it mostly waits. Each wait of a caller is one call in flight.
+        # Of two first calls at the same time, one creates the actor, and the other finds it.
         options: dict[str, Any] = {"name": name, "namespace": namespace, "get_if_exists": True, "num_cpus": 0}
         actor = ray.remote(kind()).options(**options, max_concurrency=MAX_CONCURRENCY).remote(*arguments)
     try:

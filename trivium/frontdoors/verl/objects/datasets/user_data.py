@@ -94,6 +94,7 @@ def custom_dataset(verl: Settings, section: object, split: str, tokenizer: objec
         "config": section,
         "max_samples": verl[f"data.{split}_max_samples"],
     }
+    # A user's class may have fewer parameters than verl's own.
     return cls(**accepted(cls, arguments))
 
 

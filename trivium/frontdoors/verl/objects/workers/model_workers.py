@@ -103,6 +103,7 @@ class ModelWorker(Worker):
 
     def __init__(self, config: WorkerConfig, role: str) -> None:
         """`role` is a key of `HELD`."""
+        # The main module of this process is Ray's, which lacks the functions of the user's script.
         for name, function in config.functions.items():
             give(name, function)
         self.config, self.role = config, role
@@ -396,6 +397,7 @@ class WorkerChannel:
     def offer(self, version: int, weights: Weights) -> bool:
         del weights  # the workers hold them
         self._weights = None
+        # The old weights leave Ray's object store before the new ones enter it.
         self._group.run("update_weights", version)
         self._weights = self._group.run("published_weights")[0]
         if self._weights is None or self._weights.version != version:
