@@ -3,8 +3,7 @@ fused into the matrix products, and a step runs little Python.
 
 They support the families in `_FAMILIES`. The engine compares them with the model's own forward pass before it serves
 (`trivium.engines.torch.selfcheck`). They share the weights of the model. A model of up to `PACKED_BYTES` has a second
-copy in oneDNN's packed layout, which gives the same bits in two thirds of the time for few rows. `refresh` packs it
-again after a load.
+copy in oneDNN's layout (`trivium.models.cpu.linear.reordered`), which `refresh` makes again after a load.
 
 Legend: N tokens (B sequences of L), C width, H query heads, K key-value heads, D head size.
 """
@@ -22,7 +21,7 @@ from trivium.engines.torch.attention import attend, attend_last
 from trivium.engines.torch.kv_cache import PromptCache, StepRows
 from trivium.models.cpu.fused import rotated, signed_sines
 from trivium.models.cpu.invariance import invariant_linear
-from trivium.models.cpu.linear import multiplies
+from trivium.models.cpu.linear import multiplies, onednn_combined, onednn_linear, reordered
 from trivium.models.cpu.worker_threads import size_of
 from trivium.planning.choices import PACKED_BYTES
 
@@ -48,6 +47,10 @@ class _Norm:
 
     def normalised(self, x: Tensor) -> Tensor:
         """The norm without the scale."""
+        # Not `models.cpu.fused.rms_norm`. On the few rows of a decode step an operation takes as long as its call: 8
+        # rows of width 576 take 5 us with these, 11 us with that function and its gradient. In bfloat16 the scale
+        # multiplies what is already rounded, as in transformers; training has norms in float32 only. In float32 the
+        # two round differently, in the last bit of 5 % (width 256) to 28 % (width 896) of the rows.
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
@@ -83,19 +86,19 @@ class _Linear:
 
     def refresh(self, *, packed: bool) -> None:
         """Call this after a change of the weight."""
-        self.read = torch.ops.mkldnn._reorder_linear_weight(self.weight) if packed else self.weight
+        self.read = reordered(self.weight) if packed else self.weight
 
     def __call__(self, x: Tensor) -> Tensor:
         return invariant_linear(x, self.read, self.bias)
 
     def silu(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.read, self.bias, "swish", [], "")
+        return onednn_linear(x, self.read, self.bias, "swish")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.read, self.bias, "mul")
+        return onednn_combined(x, self.read, self.bias, "mul", other)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.read, self.bias, "add")
+        return onednn_combined(x, self.read, self.bias, "add", other)
 
 
 @dataclass(slots=True)

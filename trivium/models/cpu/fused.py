@@ -71,6 +71,7 @@ def rms_norm(x: torch.Tensor, scale: torch.Tensor, epsilon: float) -> torch.Tens
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: torch.Tensor, scale: torch.Tensor, epsilon: float) -> torch.Tensor:
+        # The engine has fewer operations, which round differently (`engines.torch.layers._Norm`).
         inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, scale, inverse)
@@ -147,6 +148,7 @@ class _GatedMLP(torch.autograd.Function):
     def forward(
         ctx: AutogradContext, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
     ) -> torch.Tensor:
+        # An engine's layers apply SiLU and the factor inside the products. The backward pass needs what goes into them.
         rows = x.flatten(0, -2)
         gated, upper = product(rows, gate), product(rows, up)
         ctx.save_for_backward(rows, gate, up, down, gated, upper)
