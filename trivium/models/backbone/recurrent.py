@@ -27,6 +27,7 @@ from torch.nn.functional import pad, softplus
 
 from trivium.models.backbone.pack_layout import grids_of
 from trivium.models.backbone.prefixes import Segment
+from trivium.models.function_copies import calling, functions_called
 from trivium.models.placement import sent
 
 LAYER_TYPES = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
@@ -89,15 +90,12 @@ def _following(kind: type[nn.Module]) -> FunctionType | None:
     forward = inspect.unwrap(kind.forward)  # without the hooks of accelerate
     if not isinstance(forward, FunctionType):
         return None
-    own = {name: forward.__globals__.get(name) for name in _REPLACED if name in forward.__code__.co_names}
-    replaced = {name: partial(_REPLACED[name], function) for name, function in own.items() if function is not None}
+    called = functions_called(forward, _REPLACED)
+    replaced = {name: partial(_REPLACED[name], function) for name, function in called.items()}
     scans = _SCAN in forward.__code__.co_names
     if "causal_conv1d_fn" not in replaced or (scans and not replaced.keys() & _SCANS):
         return None
-    names = {**forward.__globals__, **replaced}
-    following = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    following.__kwdefaults__ = forward.__kwdefaults__
-    return following
+    return calling(forward, replaced)
 
 
 # --------------------------------------------------------------------------- the rows of a pack

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from trivium.models.cpu.linear import AutogradContext, is_only_its_weight, product
+from trivium.models.function_copies import calling, functions_called
 
 _ROTARY = "apply_rotary_pos_emb"
 """The function in transformers' modules that rotates queries and keys."""
@@ -300,19 +301,16 @@ def _rotate(
 def _fused_rotary(kind: type[nn.Module]) -> FunctionType | None:
     """A copy of an attention layer's forward function that calls the fused rotation; None if it calls another one."""
     forward = kind.forward
-    if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
+    if not isinstance(forward, FunctionType):
         return None
-    original = forward.__globals__.get(_ROTARY)
+    original = functions_called(forward, [_ROTARY]).get(_ROTARY)
     if original is None or [*inspect.signature(original).parameters] != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return None
     fused = partial(_rotate, original)
     q, k, cos, sin = _random(1, 4, 5, 8), _random(1, 2, 5, 8, seed=1), *_random(2, 1, 5, 8, seed=2)
     if not all(_agree(partial(_part, fused, i), partial(_part, original, i), q, k, cos, sin) for i in range(2)):
         return None
-    names = {**forward.__globals__, _ROTARY: fused}
-    rotating = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    rotating.__kwdefaults__ = forward.__kwdefaults__
-    return rotating
+    return calling(forward, {_ROTARY: fused})
 
 
 # --------------------------------------------------------------------------- inside
