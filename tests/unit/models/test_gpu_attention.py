@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trivium.models.backbone.dense_attention import dense_attention
 from trivium.models.backbone.gpu_attention import (
     KERNELS,
     Runs,
     attend_in_runs,
     backend_for,
     causal_attention,
-    dense_attention,
     gpu_backend,
     runs_of,
 )

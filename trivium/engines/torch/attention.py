@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.engines.torch.kv_cache import Bags
+from trivium.models.backbone.dense_attention import dense_attention
 from trivium.models.backbone.gpu_attention import KERNELS, backend_for, causal_attention
 
 EXACT = "trivium_exact"
@@ -58,9 +59,7 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     mask = _windowed(attention_mask, sliding_window)
     if fast and plain and not query.is_cuda:
-        grouped = heads != key.shape[1]
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
-        return out.transpose(1, 2).contiguous(), None
+        return dense_attention(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
     scale = float(size**-0.5 if scaling is None else scaling)
     if size % 16:
         # For rows that are not aligned to a vector the matrix product uses other code.

@@ -1,7 +1,6 @@
 """Attention of packed sequences on GPUs, by kernels that accept sequences of any lengths without padding or masks.
 
-Each segment of a pack attends to itself and to the segments before it. No function uses torch's math kernel, whose
-memory grows with the square of the length; torch would select it for a mask together with grouped heads.
+Each segment of a pack attends to itself and to the segments before it.
 
 Legend: T tokens of the row, H query heads, K key-value heads, D head size, B segments, N rows of keys.
 """
@@ -19,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
+from trivium.models.backbone.dense_attention import dense_attention, window_mask
 from trivium.models.backbone.prefixes import Segment
 from trivium.models.placement import sent
 
@@ -142,24 +140,6 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float | Non
 
 
 KERNELS: dict[Backend, Kernel] = {"varlen": varlen_kernel, "flash_attn": flash_kernel}
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """(B, H, L, D) and (B, K, L, D) -> (B, H, L, D), causal without a mask. The math kernel is disabled. The other
-    kernels do not support grouped heads, so keys and values are repeated for each query head."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x if groups == 1 else x.repeat_interleave(groups, dim=1) for x in (k, v))
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-
-
-def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(length, length) bool mask of causal attention with a sliding window; None if the window covers the length."""
-    if window is None or length <= window:
-        return None
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place
-    return (distance >= 0) & (distance < window)
 
 
 def causal_attention(

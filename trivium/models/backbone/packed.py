@@ -27,17 +27,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from trivium.foundation.errors import ConfigError, TriviumError
+from trivium.models.backbone.dense_attention import dense_attention, window_mask
 from trivium.models.backbone.gpu_attention import (
     KERNELS,
     Kernel,
     attend_in_runs,
     backend_for,
-    dense_attention,
     runs_of,
-    window_mask,
 )
 from trivium.models.backbone.load import max_positions, set_attention
 from trivium.models.backbone.pack_layout import rows_of, tree_rows
@@ -215,13 +214,7 @@ def _attend_in_grids(
     dense = [x.index_select(0, spread) for x in tokens]
     for rows, length in layout.grids:
         q, k, v = (x[offset : offset + rows * length].unflatten(0, (rows, length)).transpose(1, 2) for x in dense)
-        window = window_mask(length, sliding_window, q.device)
-        if q.is_cuda:
-            grid = dense_attention(q, k, v, window, scaling)
-        else:
-            grid = scaled_dot_product_attention(
-                q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-            )
+        grid = dense_attention(q, k, v, window_mask(length, sliding_window, q.device), scaling)
         outputs.append(grid.transpose(1, 2).flatten(0, 1))
         offset += rows * length
     return torch.cat(outputs).index_select(0, _at_rows(batch, layout.collect, len(tokens[0])))

@@ -18,6 +18,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch.autograd.function import once_differentiable
 
+from trivium.models.backbone.dense_attention import for_each_head
+from trivium.models.cpu.linear import AutogradContext
+
 _CHUNK = 2**24
 """The most scores in memory, if torch has no kernel that returns the normaliser."""
 _UNSEEN = -1e30
@@ -75,13 +78,12 @@ def tree_attention(
     return cast(torch.Tensor, _TreeAttention.apply(query, key, value, rows, scale, window, sinks))
 
 
-class _Context(Protocol):
+class _Context(AutogradContext, Protocol):
     rows: TreeRows
     scale: float
     window: int | None
     saved_tensors: tuple[Any, ...]
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+    """The last one, the sinks, may be None."""
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -97,7 +99,7 @@ class _TreeAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.rows, ctx.scale, ctx.window = rows, scale, window
-        keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
+        keys, values = (for_each_head(x, query.shape[1]) for x in (key, value))
         blocks = _own_blocks(rows, scale, window, query)
         grids = zip(blocks, *(_grids(rows, x.index_select(0, rows.spread)) for x in (query, keys, values)), strict=True)
         own = [block.attend(q, k, v) for block, q, k, v in grids]
@@ -122,7 +124,7 @@ class _TreeAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_norm, sinks = ctx.saved_tensors
         rows, scale, window, grad = ctx.rows, ctx.scale, ctx.window, grad_outputs[0]
-        keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
+        keys, values = (for_each_head(x, query.shape[1]) for x in (key, value))
         cells = [x.index_select(0, rows.spread) for x in (query, keys, values, output, log_norm)]
         cells.append(grad.new_zeros(len(rows.spread), *grad.shape[1:]).index_copy_(0, rows.collect, grad))  # none of
         blocks = _own_blocks(rows, scale, window, query)
@@ -151,13 +153,8 @@ class _TreeAttention(torch.autograd.Function):
         return of_query, of_key, of_value, None, None, None, of_sinks
 
 
-def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(T, K, D) -> (T, H, D): for each query head its key-value head."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
 def _summed(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """The gradient of `_repeated`: (T, H, D) -> (T, K, D). torch's `sum` over such a short axis is several times
+    """The gradient of `for_each_head`: (T, H, D) -> (T, K, D). torch's `sum` over such a short axis is several times
     slower."""
     return reduce(torch.add, x.unflatten(1, (heads, -1)).unbind(2))
 
