@@ -27,7 +27,7 @@ from trivium.engines.torch.row_states import StatefulPromptCache, StatefulRowCac
 from trivium.engines.torch.step_graphs import StepGraphs, graph_width
 from trivium.foundation.errors import ConfigError, SyncError
 from trivium.models.backbone.load import calls_attention, load_lm, max_positions
-from trivium.models.backbone.recurrent import LAYER_TYPES, follow_sequences
+from trivium.models.backbone.recurrent import follow_sequences, unknown_layers
 from trivium.models.backbone.routing import Recorder, routers_of
 from trivium.models.cpu.invariance import InvariantFunctions, make_invariant
 from trivium.models.cpu.worker_threads import WorkerThreads, size_of, with_threads
@@ -462,16 +462,14 @@ def _compare(name: str, given: Tensor, held: Tensor, loaded: str) -> None:
 
 
 def _refuse_unsupported(model: PreTrainedModel, exact: bool, recurrent: bool) -> None:
-    config, name = model.config.get_text_config(), type(model).__name__
+    name = type(model).__name__
     if not (recurrent or calls_attention(model)) or model.get_output_embeddings() is None:
         raise ConfigError(
             f"generate with {name}",
             "its attention cannot be replaced (no attention interface), or it has no output layer",
             "use another model, or another engine",
         )
-    known = {"full_attention", "sliding_attention"} | (LAYER_TYPES if recurrent else set[str]())
-    odd = set(getattr(config, "layer_types", None) or ()) - known
-    if odd:
+    if odd := unknown_layers(model, recurrent):
         raise ConfigError(
             f"generate with {name}",
             f"it has layers of type {', '.join(sorted(odd))}",

@@ -42,7 +42,7 @@ from trivium.models.backbone.load import max_positions, set_attention
 from trivium.models.backbone.pack_layout import rows_of, tree_rows
 from trivium.models.backbone.prefix_attention import TreeRows, tree_attention
 from trivium.models.backbone.prefixes import Segment, Tree, separate
-from trivium.models.backbone.recurrent import LAYER_TYPES, follow_sequences
+from trivium.models.backbone.recurrent import follow_sequences, unknown_layers
 from trivium.models.backbone.rounding import explained_by_rounding
 from trivium.models.backbone.sequence_parallel import (
     LocalStates,
@@ -65,7 +65,6 @@ _log = logging.getLogger("trivium")
 PACKED = "trivium_packed"
 """The name of packed attention in transformers' registry. No mask function is registered, so no mask is built."""
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _EXTRAS = ("softcap", "position_bias")
 """Arguments of attention that packed attention does not support."""
 
@@ -413,6 +412,6 @@ def _declares_packing(module: PreTrainedModel, recurrent: bool) -> bool:
     return (
         (recurrent or type(module)._supports_attention_backend)
         and (recurrent or "position_ids" in inspect.signature(module.forward).parameters)
-        and set(getattr(config, "layer_types", None) or ()) <= _LAYER_TYPES | (LAYER_TYPES if recurrent else set())
+        and not unknown_layers(module, recurrent)
         and getattr(config, "attention_chunk_size", None) is None
     )

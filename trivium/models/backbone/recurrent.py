@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,14 @@ from trivium.models.backbone.prefixes import Segment
 from trivium.models.function_copies import calling, functions_called
 from trivium.models.placement import sent
 
-LAYER_TYPES = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
-"""Values of `layer_types` in configs of models with such layers, besides those of attention. `hybrid` layers have
-attention and a recurrent state; `mlp` and `moe` layers neither."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ATTENTION = {"full_attention", "sliding_attention"}
+"""Values of `layer_types` in configs of models whose layers have attention."""
+_RECURRENT = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
+"""Further values in configs of models with a recurrent state. `hybrid` layers have attention and a state; `mlp` and
+`moe` layers neither."""
 
 _SCAN = "update_recurrent_state"
 _UPDATES = {_SCAN, "update_conv_state"}
@@ -68,6 +73,13 @@ def follow_sequences(module: nn.Module) -> bool:
     for layer, forward in known:
         layer.forward = partial(_forward, forward, layer)
     return bool(known)
+
+
+def unknown_layers(module: PreTrainedModel, recurrent: bool) -> set[str]:
+    """The types of layers of a decoder that neither attention of this project nor, for a decoder whose layers
+    `follow_sequences`, this module computes."""
+    types = set[str](getattr(module.config.get_text_config(), "layer_types", None) or ())
+    return types - (_ATTENTION | _RECURRENT if recurrent else _ATTENTION)
 
 
 def _keeps_state(kind: type[nn.Module]) -> bool:
