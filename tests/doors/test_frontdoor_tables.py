@@ -164,25 +164,10 @@ def test_a_reference_that_leads_nowhere_is_an_error_where_it_is_used() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1", 1),
         ("1e-6", 1e-6),
-        ("-1", -1),
-        ("True", True),
-        ("null", None),
         ("", ""),
-        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
         ("run-$(date +%Y)", "run-$(date +%Y)"),
-        ("'a, b'", "a, b"),
-        ('"it\'s"', "it's"),
-        ("['a','b c']", ["a", "b c"]),
-        ("[a, 1 ,null]", ["a", 1, None]),
-        ("[console,wandb]", ["console", "wandb"]),
-        ("[]", []),
-        ('{"enable":True,"len":4}', {"enable": True, "len": 4}),
-        ("{a: {b: [1]}, 'c': x}", {"a": {"b": [1]}, "c": "x"}),
-        ("${a.b}", "${a.b}"),
-        ("['${a.b}',2]", ["${a.b}", 2]),
-        ("1.", 1.0),
+        ("{a: ['${a.b}', null]}", {"a": ["${a.b}", None]}),
     ],
 )
 def test_values_of_overrides(text: str, value: object) -> None:

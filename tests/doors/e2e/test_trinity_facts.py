@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import threading
 from pathlib import Path
@@ -74,23 +73,6 @@ buffer:
 trainer: {{save_interval: 0}}
 """)
     return load_config(tmp_path / "config.yaml")
-
-
-def test_prepare_and_train_step_are_coroutines(tmp_path: Path) -> None:
-    engine = VerlPPOTrainerWrapper(config(tmp_path, EXPLORED))
-    assert inspect.iscoroutinefunction(engine.prepare)
-    assert inspect.iscoroutinefunction(engine.train_step)
-    assert asyncio.run(engine.prepare()) is None
-
-    async def steps_taken() -> tuple[Metrics, Metrics]:
-        task = asyncio.create_task(engine.train_step(batch_exps=experiences()))
-        first = await task
-        (second,) = await asyncio.gather(engine.train_step(batch_exps=experiences()))
-        return first, second
-
-    first, second = asyncio.run(steps_taken())
-    assert (first["train/version"], second["train/version"], engine.train_step_num) == (1, 2, 2)
-    engine.shutdown()
 
 
 async def test_a_train_step_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

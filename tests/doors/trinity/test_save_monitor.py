@@ -90,27 +90,6 @@ def test_complete_is_announced_and_everybody_done_in_any_order(
     asyncio.run(play())
 
 
-async def test_steps_may_finish_in_any_order_and_latest_only_grows(tmp_path: Path) -> None:
-    target = monitor(tmp_path)
-    for step in (6, 7):
-        await target.register_thread_count(step, checkpoint_thread_count=1)
-        await target.monitor_step(step)
-    await target.notify_finished(7)
-    assert target.latest_checkpoint_step == 7
-    await target.notify_finished(6)
-    assert target.latest_checkpoint_step == 7
-    target.update_latest_checkpoint_step(3)
-    assert target.latest_checkpoint_step == 7
-
-
-async def test_a_step_of_which_nobody_was_registered_is_complete_once_it_is_announced(tmp_path: Path) -> None:
-    target = monitor(tmp_path)
-    await target.monitor_step(4, is_state_dict=True)
-    assert (noted(tmp_path), target.latest_checkpoint_step) == (4, 0)
-    await target.monitor_step(5)
-    assert target.latest_checkpoint_step == 5
-
-
 async def test_a_state_dict_may_be_complete_long_before_its_checkpoint(tmp_path: Path) -> None:
     target = monitor(tmp_path)
     await target.register_thread_count(5, state_dict_thread_count=1, checkpoint_thread_count=2)
@@ -121,6 +100,8 @@ async def test_a_state_dict_may_be_complete_long_before_its_checkpoint(tmp_path:
     assert (noted(tmp_path), target.latest_checkpoint_step) == (5, 0)
     await target.notify_finished(5)
     assert (noted(tmp_path), target.latest_checkpoint_step) == (5, 5)
+    await target.monitor_step(6, is_state_dict=True)  # nobody was registered
+    assert (noted(tmp_path), target.latest_checkpoint_step) == (6, 5)
 
 
 async def test_latest_is_the_newest_checkpoint_of_a_run_in_the_same_directory(tmp_path: Path) -> None:
