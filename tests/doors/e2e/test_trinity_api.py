@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from signatures import check_parameters
+from api_documents import check_parameters, shown_by
 
 from tests.doors.e2e.test_trinity_door import EXPLORED, config, experiences, steps
 from tests.doors.e2e.test_trinity_facts import shaped_in
@@ -112,6 +112,10 @@ class Verbs(VerlPPOTrainerWrapper):
     def upload_state_dict(self):
         self.calls.append(("upload_state_dict", self.train_step_num))
         super().upload_state_dict()
+
+    async def train_step(self, batch_exps: list):
+        assert isinstance(batch_exps, list)
+        return {**await super().train_step(batch_exps), "mine": 1}
 """
 
 
@@ -200,13 +204,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         wrapper.save_state_dict()
         wrapper.shutdown()
         saves = CheckpointMonitor(SaveStrategy.SINGLE_THREAD, str(directory / "saves"))
-        await saves.register_thread_count(4, state_dict_thread_count=1, checkpoint_thread_count=1)
-        await saves.notify_started("node", "job")
-        await saves.notify_finished(4, is_state_dict=True)
-        await saves.monitor_step(4)
-        returned["unfinished"] = saves.latest_checkpoint_step
-        await saves.notify_finished(4)
-        saves.update_latest_state_dict_step(6)
         return World(directory, trainer, before, returned, parts_of(file), wrapper, saves)
 
     return asyncio.run(rolled_out())
@@ -218,6 +215,7 @@ def parts_of(file: Path) -> dict[str, Any]:
 
 
 Check = Callable[[World], bool]
+SAVES = "doors/trinity/test_save_monitor.py"
 NAMES = """
 SAMPLE_STRATEGY MONITOR prefix_metrics get_logger Config RunningStatus SyncMethod SyncStyle Experiences Synchronizer
 Trainer TrainEngineWrapper get_trainer_wrapper CheckpointMonitor VerlPPOTrainerWrapper
@@ -376,8 +374,11 @@ FACTS: list[tuple[str, str, Check]] = [
     ),
     (
         "verl-step",
-        "train_step is a coroutine",
-        lambda w: inspect.iscoroutinefunction(VerlPPOTrainerWrapper.train_step),
+        "train_step is a coroutine, and of a subclass if that has one",
+        lambda w: (
+            inspect.iscoroutinefunction(VerlPPOTrainerWrapper.train_step)
+            and [row["train/mine"] for row in rows_of(w)] == [1, 1, 1]
+        ),
     ),
     ("verl-metrics", "train_step returns metrics", lambda w: w.returned["train_step"]["train/version"] == 1),
     ("verl-save", "save_checkpoint saves the step", lambda w: steps(w.directory / "alone") == [1]),
@@ -401,9 +402,17 @@ FACTS: list[tuple[str, str, Check]] = [
     ("saves-strategy", "the strategy is kept", lambda w: w.saves.save_strategy is SaveStrategy.SINGLE_THREAD),
     ("saves-local", "the local directory is kept", lambda w: w.saves.default_local_dir == str(w.directory / "saves")),
     ("saves-remote", "no remote directory is the default", lambda w: w.saves.default_hdfs_dir is None),
-    ("saves-counted", "a step waits for its registered savers", lambda w: w.returned["unfinished"] == 0),
-    ("saves-complete", "a step is complete after its savers", lambda w: w.saves.latest_checkpoint_step == 4),
-    ("saves-update", "a newer state dict is recorded", lambda w: state_dict_of(w) == 6),
+    (
+        "saves-counted",
+        "a step waits for its registered savers",
+        shown_by(SAVES, "test_complete_is_announced_and_everybody_done_in_any_order"),
+    ),
+    (
+        "saves-complete",
+        "a step is complete after its savers",
+        shown_by(SAVES, "test_complete_is_announced_and_everybody_done_in_any_order"),
+    ),
+    ("saves-update", "a newer state dict is recorded", shown_by(SAVES, "test_a_complete_step_survives_the_monitor")),
     *[
         (
             f"saves-{name}",
@@ -438,10 +447,6 @@ REFUSED: list[tuple[str, str, Check]] = [
         lambda w: raises(TypeError, lambda: VerlPPOTrainerWrapper({}, tokenizer=None)),  # pyright: ignore[reportCallIssue]
     ),
 ]
-
-
-def state_dict_of(w: World) -> int:
-    return int((w.directory / "saves" / "latest_state_dict_iteration.txt").read_text())
 
 
 def run_dir(w: World) -> Path:

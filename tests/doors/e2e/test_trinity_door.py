@@ -418,40 +418,6 @@ async def test_weights_are_offered_and_the_board_is_told(tmp_path: Path) -> None
     engine.shutdown()
 
 
-async def test_overrides_of_the_built_in_engine_take_effect(tmp_path: Path) -> None:
-    module = tmp_path / "mine.py"
-    module.write_text(
-        """
-from trivium.frontdoors.trinity import VerlPPOTrainerWrapper
-
-class Mine(VerlPPOTrainerWrapper):
-    def __init__(self, config):
-        super().__init__(config)
-        self.calls = []
-
-    def upload_state_dict(self):
-        self.calls.append("upload")
-        super().upload_state_dict()
-
-    async def train_step(self, batch_exps: list):
-        assert isinstance(batch_exps, list)
-        return {**await super().train_step(batch_exps), "mine": 1}
-
-    def save_checkpoint(self, block_until_saved=False, save_as_hf=False):
-        self.calls.append("save")
-        super().save_checkpoint(block_until_saved, save_as_hf=True)
-"""
-    )
-    train = {"kind": f"{module}:Mine", "optimizer": {"lr": 1e-3}}
-    trainer = Trainer(config(tmp_path / "run", EXPLORED, train=train))
-    await trained(trainer)
-    await trainer.shutdown()
-    engine: Any = trainer.engine
-    assert engine.calls == ["upload"] * 4 + ["save"]
-    assert [row["train/mine"] for row in rows(tmp_path / "run")] == [1, 1, 1]
-    assert (tmp_path / "run" / "huggingface" / "step-000003" / "config.json").is_file()
-
-
 # --------------------------------------------------------------------------- configs of Trinity's shape
 
 OWN = """
@@ -480,8 +446,7 @@ class Own(TrainEngineWrapper):
 """
 
 
-@pytest.mark.parametrize("own", [False, True])
-async def test_a_config_of_trinitys_shape_names_trainer_and_engine(own: bool, tmp_path: Path) -> None:
+async def test_a_config_of_trinitys_shape_names_trainer_and_engine(tmp_path: Path) -> None:
     model = build("models", config(tmp_path, COMMON).model, seed=0).materialize(tmp_path / "model")
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps({"q": f"{a}+{a}=", "a": str(2 * a)}) + "\n" for a in range(10)))
@@ -506,7 +471,7 @@ async def test_a_config_of_trinitys_shape_names_trainer_and_engine(own: bool, tm
         },
         "trainer": {
             "name": "polaris",
-            "trainer_type": f"{tmp_path / 'own.py'}:Own" if own else "verl",
+            "trainer_type": f"{tmp_path / 'own.py'}:Own",
             "save_interval": 2,
         },
     }
@@ -515,13 +480,10 @@ async def test_a_config_of_trinitys_shape_names_trainer_and_engine(own: bool, tm
     assert await trained(trainer) == "polaris"
     assert trainer.train_step_num == 3
     assert steps(tmp_path / "runs" / "sums" / "first") == [2, 3]
-    if own:
-        engine: Any = trainer.engine
-        assert engine.saved == [2, 3]
-        assert [batch.batch_size for batch in engine.batches] == [4, 4, 4]
-        assert engine.batches[0].tokens.shape == engine.batches[0].attention_masks.shape
-    else:
-        assert isinstance(trainer.engine, VerlPPOTrainerWrapper)
+    engine: Any = trainer.engine
+    assert engine.saved == [2, 3]
+    assert [batch.batch_size for batch in engine.batches] == [4, 4, 4]
+    assert engine.batches[0].tokens.shape == engine.batches[0].attention_masks.shape
     await trainer.shutdown()
 
 

@@ -27,17 +27,9 @@ def namespace() -> str:
 PLACES = [("n0", "a"), ("n0", "a"), ("n0", "b"), ("n1", "b")]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "together"),
-    [
-        (SaveStrategy.SINGLE_THREAD, [[0], [1], [2], [3]]),
-        (SaveStrategy.SINGLE_PROCESS, [[0, 1], [2], [3]]),
-        (SaveStrategy.SINGLE_NODE, [[0, 1, 2], [3]]),
-    ],
-)
-def test_savers_of_other_processes_take_turns(
-    strategy: SaveStrategy, together: list[list[int]], connected: None, directory: Path, namespace: str
-) -> None:
+def test_savers_of_other_processes_take_turns(connected: None, directory: Path, namespace: str) -> None:
+    """Which savers of which strategy do: doors/trinity/test_save_monitor."""
+    strategy, together = SaveStrategy.SINGLE_PROCESS, [[0, 1], [2], [3]]
     monitor: Any = CheckpointMonitor.get_actor(namespace, strategy, str(directory))
     ray.get(monitor.register_thread_count.remote(STEP, checkpoint_thread_count=len(PLACES)))
     ray.get(monitor.monitor_step.remote(STEP))

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from api_documents import check_parameters
 from lightrft_trainer_parts import distance, fill, loader, make_args, recorded, tiny_model, weights
-from signatures import check_parameters
 
 from tests.failing import refused
 from trivium.foundation.errors import ConfigError
@@ -148,13 +148,13 @@ class Facts:
         return dict(self.run.arguments("save_logs_and_checkpoints")[-1][3])
 
     @cached_property
-    def tags(self) -> set[str]:
-        """The names that the run wrote to TensorBoard."""
+    def logged(self) -> dict[str, list[int]]:
+        """The names that the run wrote to TensorBoard, with their steps."""
         accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         assert self.run
         events = accumulator.EventAccumulator(str(self.folder / "logs" / "tensorboard"))
         events.Reload()
-        return set(events.Tags()["scalars"])
+        return {name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
     @property
     def files(self) -> set[str]:
@@ -316,10 +316,11 @@ def _postfix(f: Facts) -> bool:
         def set_postfix(self, shown: dict[str, float]) -> None:
             self.shown = shown
 
-    bar, trainer = Bar(), f.trainer()
+    bar, trainer = Bar(), f.trainer({"use_tensorboard": str(f.folder / "alone")})
     trainer.save_logs_and_checkpoints(trainer.args, 1, bar, {"policy_loss": 0.5})
     trainer.close()
-    return bar.shown == {"policy_loss": 0.5}
+    (events,) = (f.folder / "alone" / "tensorboard").iterdir()
+    return bar.shown == {"policy_loss": 0.5} and b"train/policy_loss" in events.read_bytes()
 
 
 def _client_states(f: Facts) -> dict[str, Any]:
@@ -456,7 +457,7 @@ FACTS: list[tuple[str, str, Check]] = [
     ("generate_kwargs/use", "sets the sampling", lambda f: _sampling(f, temperature=0.5, top_k=3) == (0.5, 3)),
     # evaluate
     ("evaluate/eval_dataloader", "holds the prompts", lambda f: f.run.results("evaluate")[0]["num_samples"] == 2),
-    ("evaluate/global_step", "is where the result is logged", lambda f: "eval/reward_mean" in f.tags),
+    ("evaluate/global_step", "is where the result is logged", lambda f: f.logged["eval/reward_mean"] == [1, 2]),
     (
         "evaluate/returns",
         "metrics by name",
@@ -494,21 +495,21 @@ FACTS: list[tuple[str, str, Check]] = [
     (
         "save/episode",
         "is logged",
-        lambda f: "train/episode" in f.tags,
+        lambda f: "train/episode" in f.logged,
     ),
-    ("save/step_bar/use", "shows the metrics", _postfix),
+    ("save/step_bar/use", "shows the metrics, outside of fit as well", _postfix),
     ("save/client_states/use", "are in the checkpoint", lambda f: _client_states(f)["consumed_samples"] == 4),
     (
         "save/logs/rollout",
         "statistics of rollouts are logged",
-        lambda f: {"rollout/reward", "rollout/response_length"} <= f.tags,
+        lambda f: {"rollout/reward", "rollout/response_length"} <= f.logged.keys(),
     ),
     (
         "save/logs/train",
         "statistics of updates are logged",
         lambda f: (
-            {"train/policy_loss", "train/critic_loss", "train/kl", "train/actor_lr"} <= f.tags
-            and not {"train/reward", "train/return"} & f.tags
+            {"train/policy_loss", "train/critic_loss", "train/kl", "train/actor_lr"} <= f.logged.keys()
+            and not {"train/reward", "train/return"} & f.logged.keys()
         ),
     ),
     (

@@ -814,20 +814,6 @@ def test_evaluation_reads_all_and_does_not_disturb(model: Path, args: Namespace)
     trainer.close()
 
 
-def test_an_evaluation_is_logged_at_its_step(model: Path, args: Namespace, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    args.use_tensorboard = str(tmp_path / "logs")
-    trainer = make_trainer(model, args)
-    measured = trainer.evaluate(loader(4), 3)
-    trainer.close()
-    events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
-    events.Reload()
-    (event,) = events.Scalars("eval/response_length_mean")
-    assert (event.step, event.value) == (3, measured["response_length_mean"])
-
-
 def test_completions_are_sampled_in_micro_batches(
     model: Path, args: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -944,20 +930,6 @@ def test_checkpoints_are_of_all_roles_and_directories_of_the_actor(model: Path, 
     assert [path.name for path in saved] == ["step-000002", "step-000003"]
     assert {f"{role}.safetensors" for role in ("policy", "critic")} < {path.name for path in saved[0].iterdir()}
     assert distance(weights(make_trainer(folder / "global_step3_hf", make_args(folder))), weights(trainer)) == 0
-    other = Namespace(**{**vars(args), "ckpt_path": str(folder / "other")})
-    make_trainer(model, other, critic=True, disable_ds_ckpt=True).fit(other, loader(4), None)
-    assert not Path(other.ckpt_path).exists()
-
-
-def test_logs_outside_of_fit(model: Path, args: Namespace, tmp_path: Path) -> None:
-    """`save_logs_and_checkpoints` called by itself, as by a training loop of one's own, writes its row."""
-    pytest.importorskip("tensorboard")
-    args.use_tensorboard = str(tmp_path / "logs")
-    trainer = make_trainer(model, args)
-    trainer.save_logs_and_checkpoints(args, 1, None, {"policy_loss": 0.5})
-    trainer.close()
-    (events,) = (tmp_path / "logs" / "tensorboard").iterdir()
-    assert b"train/policy_loss" in events.read_bytes()
 
 
 def test_batches_of_five_columns_and_videos(model: Path, args: Namespace) -> None:

@@ -1,21 +1,18 @@
 """Each fact of verl's trainer documentation, once, in our own words: by what the door has and does, or refuses.
 
-A fact that only a whole run shows names the test of `tests/doors/e2e` with that run.
+A fact that another test shows names that test.
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from api_documents import check_parameters, shown_by
 from failing import refused
-from signatures import check_parameters
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
@@ -47,9 +44,8 @@ from trivium.frontdoors.verl import (
     load_reward_manager,
 )
 from trivium.frontdoors.verl.config.config_table import TABLE
-from trivium.frontdoors.verl.translation import settings_of, translated
 
-TESTS = Path(__file__).parents[2]
+MANAGERS, TRANSLATION = (f"doors/verl/test_frontdoor_{name}.py" for name in ("reward_managers", "translation"))
 DOOR, GROUPS = "doors/e2e/test_verl_door.py", "doors/e2e/test_worker_group.py"
 
 
@@ -119,10 +115,6 @@ def two(data: BatchView, return_dict: bool = False) -> Any:
     return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
 
 
-def explained(data: BatchView, return_dict: bool = False) -> Any:
-    return {"reward_tensor": one(data), "reward_extra_info": {"acc": [1]}} if return_dict else one(data)
-
-
 def view(validate: bool = False, width: int = 4) -> BatchView:
     """A response of 3 of `width` tokens, `2`, to `1+1=`."""
     tokenizer = tiny_tokenizer()
@@ -138,12 +130,6 @@ def view(validate: bool = False, width: int = 4) -> BatchView:
     }
     tensors = {"prompts": prompts, "responses": responses, "attention_mask": attention}
     return BatchView.from_dict(tensors, columns, {"validate": validate})
-
-
-def shown_by(file: str, test: str) -> bool:
-    """Whether a file of `tests` has this test."""
-    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-    return any(isinstance(node, ast.FunctionDef) and node.name == test for node in tree.body)
 
 
 # --------------------------------------------------------------------------- signatures
@@ -238,16 +224,6 @@ def rewards_of(build: Build, validate: bool) -> float:
     return float(trainer._compute_reward(view(validate))[0].mean())
 
 
-def engine_of(model: str, name: str) -> dict[str, Any]:
-    rollout = {"name": name, "n": 2}
-    config = {
-        "actor_rollout_ref": {"model": {"path": model}, "rollout": rollout},
-        "algorithm": {"adv_estimator": "grpo"},
-    }
-    verl_settings = settings_of({**config, "data": {"train_batch_size": 256}})
-    return translated(verl_settings, rows=512, has_validation=False, device="cuda")["engine"]
-
-
 def unsupported(strategy: str) -> bool:
     problems = TABLE.read({"actor_rollout_ref": {"actor": {"strategy": strategy}}}).problems
     return [problem.where for problem in problems] == ["actor_rollout_ref.actor.strategy"]
@@ -286,47 +262,18 @@ def pads_with_the_end(model: str) -> bool:
     return (tokenizer.pad_token, without.pad_token) == (tokenizer.eos_token, None)
 
 
-def printed(num_examine: int) -> int:
-    """The number of samples that a manager prints of a batch."""
-    with redirect_stdout(StringIO()) as out:
-        loaded(num_examine=num_examine)(view())
-    return out.getvalue().count("[response]")
-
-
-def scored_by(source: str) -> list[tuple[str, float]]:
-    """The calls of a manager's scorer with the data source of the column `source`."""
-    calls: list[tuple[str, float]] = []
-
-    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-        calls.append((data_source, float(solution_str == ground_truth)))
-        return 1.0
-
-    data = view()
-    data.non_tensor_batch["topic"] = data.non_tensor_batch["data_source"].copy()
-    data.non_tensor_batch["topic"][0] = "sums"
-    NaiveRewardManager(tiny_tokenizer(), 0, score, source)(data)
-    return calls
-
-
-def penalised(length: int) -> float:
-    buffer = {"enable": True, "len": 2, "penalty_factor": 1.0, "log": False}
-    manager = DAPORewardManager(tiny_tokenizer(), 0, lambda **_: 0.0, max_resp_len=length, overlong_buffer_cfg=buffer)
-    rewards, _ = compute_reward(view(), manager)
-    return float(rewards.sum())
-
-
 FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     ("class", "methods of a user's subclass are called", lambda build, _: build(Mine).has_own_data),
     ("driver", "a trainer is an object of the script and starts no process", starts_nothing),
-    (
-        "ray",
-        "ranks are actors of Ray",
-        lambda *_: shown_by(GROUPS, "test_ranks_know_their_places_and_run_in_one_thread"),
-    ),
+    ("ray", "ranks are actors of Ray", shown_by(GROUPS, "test_ranks_know_their_places_and_run_in_one_thread")),
     ("fsdp", "FSDP is a strategy", lambda *_: not unsupported("fsdp") and not unsupported("fsdp2")),
     ("megatron", "refused: Megatron", lambda *_: unsupported("megatron")),
-    ("vllm", "vLLM is an engine", lambda _, model: engine_of(model, "vllm")["kind"] == "vllm"),
-    ("sglang", "refused: SGLang; vLLM samples instead", lambda _, model: engine_of(model, "sglang")["kind"] == "vllm"),
+    ("vllm", "vLLM is an engine", shown_by(TRANSLATION, "test_engines_of_gpus_become_vllm_over_as_many_gpus")),
+    (
+        "sglang",
+        "refused: SGLang; vLLM samples instead",
+        shown_by(TRANSLATION, "test_engines_of_gpus_become_vllm_over_as_many_gpus"),
+    ),
     ("config", "the config has the training parameters", lambda build, _: build().run_config.schedule.steps == 1),
     (
         "tokenizer",
@@ -354,7 +301,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     (
         "processor",
         "a processor is for rows with images",
-        lambda *_: shown_by(
+        shown_by(
             "doors/verl/test_frontdoor_trainer.py",
             "test_images_are_read_with_the_processor_that_is_the_models",
         ),
@@ -370,7 +317,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     (
         "collate_fn",
         "collate_fn builds batches of rows",
-        lambda *_: shown_by(DOOR, "test_a_driver_as_of_main_ppo_trains_and_resumes"),
+        shown_by(DOOR, "test_a_driver_as_of_main_ppo_trains_and_resumes"),
     ),
     (
         "train_sampler",
@@ -382,13 +329,9 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     (
         "loop",
         "fit trains: the driver calls the groups",
-        lambda *_: shown_by(DOOR, "test_ppo_on_two_ranks_calls_the_users_classes_and_goes_on_with_one"),
+        shown_by(DOOR, "test_ppo_on_two_ranks_calls_the_users_classes_and_goes_on_with_one"),
     ),
-    (
-        "advantages",
-        "advantages are computed in the driver",
-        lambda *_: shown_by(DOOR, "test_there_is_no_second_loop"),
-    ),
+    ("advantages", "advantages are computed in the driver", shown_by(DOOR, "test_there_is_no_second_loop")),
     (
         "init_workers-pools",
         "init_workers makes pools and groups: fit needs them",
@@ -397,7 +340,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     (
         "init_workers-roles",
         "each role has its group",
-        lambda *_: shown_by(GROUPS, "test_roles_share_a_process_and_its_process_group"),
+        shown_by(GROUPS, "test_roles_share_a_process_and_its_process_group"),
     ),
     (
         "hf-type",
@@ -408,7 +351,7 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     (
         "hf-gemma2",
         "correct_gemma2 sets the end of Gemma 2's turns",
-        lambda *_: shown_by("unit/text/test_text_tokenizer.py", "test_gemma2_ends_its_turns"),
+        shown_by("unit/text/test_text_tokenizer.py", "test_gemma2_ends_its_turns"),
     ),
     (
         "hf-kwargs",
@@ -453,31 +396,41 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
     ),
     ("kl-own", "without one it has its own", lambda *_: gradient("k1") == [1, 1]),
     ("kl-home", "the functions are in core_algos", lambda *_: core_algos.kl_penalty is kl_penalty),
-    ("reward-call", "compute_reward calls the manager", lambda *_: bool((compute_reward(view(), two)[0] == 2).all())),
-    ("reward-extra", "and returns what else it says", lambda *_: compute_reward(view(), explained)[1] == {"acc": [1]}),
-    (
-        "manager-config",
-        "the config names the class of the manager",
-        lambda *_: (
-            type(load_reward_manager({"reward_model": {"reward_manager": "dapo"}}, None, 0)) is DAPORewardManager
-        ),
-    ),
-    ("manager-default", "by default it is the naive one", lambda *_: type(loaded()) is NaiveRewardManager),
+    ("reward-call", "compute_reward calls the manager", shown_by(MANAGERS, "test_managers_of_other_kinds")),
+    ("reward-extra", "and returns what else it says", shown_by(MANAGERS, "test_managers_of_other_kinds")),
+    ("manager-config", "the config names the class of the manager", shown_by(MANAGERS, "test_managers_by_name")),
+    ("manager-default", "by default it is the naive one", shown_by(MANAGERS, "test_managers_by_name")),
     (
         "manager-type",
         "every manager is an AbstractRewardManager",
-        lambda *_: isinstance(loaded(), AbstractRewardManager),
+        lambda *_: issubclass(NaiveRewardManager, AbstractRewardManager),
     ),
-    ("manager-examine", "num_examine samples are printed", lambda *_: [printed(n) for n in (0, 1)] == [0, 1]),
     (
-        "manager-kwargs",
-        "reward_kwargs are arguments of it",
-        lambda *_: loaded(reward_fn_key="topic").reward_fn_key == "topic",
+        "manager-examine",
+        "num_examine samples are printed",
+        shown_by(MANAGERS, "test_some_samples_of_each_source_are_logged_and_printed"),
     ),
-    ("naive-score", "compute_score scores a response", lambda *_: scored_by("data_source") == [("openai/gsm8k", 1.0)]),
-    ("naive-key", "reward_fn_key is the column of the data source", lambda *_: scored_by("topic") == [("sums", 1.0)]),
-    ("dapo-limit", "max_resp_len and the buffer set where the penalty begins", lambda *_: penalised(9) == 0),
-    ("dapo-buffer", "the buffer's penalty grows with the length", lambda *_: penalised(4) == -0.5),
+    ("manager-kwargs", "reward_kwargs are arguments of it", shown_by(MANAGERS, "test_managers_by_name")),
+    (
+        "naive-score",
+        "compute_score scores a response",
+        shown_by(MANAGERS, "test_a_reward_is_on_the_last_token_of_its_response"),
+    ),
+    (
+        "naive-key",
+        "reward_fn_key is the column of the data source",
+        shown_by(MANAGERS, "test_another_column_says_where_tasks_come_from"),
+    ),
+    (
+        "dapo-limit",
+        "max_resp_len and the buffer set where the penalty begins",
+        shown_by(MANAGERS, "test_overlong_responses_lose_reward"),
+    ),
+    (
+        "dapo-buffer",
+        "the buffer's penalty grows with the length",
+        shown_by(MANAGERS, "test_overlong_responses_lose_reward"),
+    ),
 ]
 """(name, what verl documents, check with a builder of trainers and the path of a tiny model)."""
 
@@ -485,10 +438,6 @@ FACTS: Sequence[tuple[str, str, Callable[[Build, str], object]]] = [
 def order(trainer: RayPPOTrainer) -> list[int]:
     assert trainer.train_dataloader is not None
     return [*trainer.train_dataloader.sampler]
-
-
-def loaded(config: object = None, num_examine: int = 0, **reward_kwargs: Any) -> Any:
-    return load_reward_manager(config or {}, tiny_tokenizer(), num_examine, **reward_kwargs)
 
 
 @pytest.mark.parametrize(("fact", "check"), [pytest.param(fact, check, id=name) for name, fact, check in FACTS])
