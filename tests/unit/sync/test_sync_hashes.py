@@ -1,4 +1,4 @@
-"""Hashes of weights: every change is detected, and every device computes the same hash."""
+"""Hashes of weights: those of xxhash over type, shape and bytes, on every device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import torch
 import xxhash
 from emulated_gpu import EmulatedGpu, emulated_gpu
 from failing import refused
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from trivium.foundation.errors import SyncError
 from trivium.sync.hashes import copied, digest, digests, hash_of, joined, verify
 
-ROW = 2048
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
 
 
@@ -43,7 +40,8 @@ SIZES = [0, 1, 100, 2**15, 2**16 + 1000, 2**20 - 8, 2**21 + 24]
 def test_a_hash_is_what_its_description_says(size: int) -> None:
     for dtype in DTYPES:
         tensor = weights(size, dtype)
-        assert digest(tensor) == xxhash.xxh3_128_hexdigest(header(tensor) + bytes_of(tensor))
+        for each in (tensor, tensor[: len(tensor) // 2 * 2].view(2, -1).T):
+            assert digest(each) == xxhash.xxh3_128_hexdigest(header(each) + bytes_of(each))
 
 
 OFFERED: dict[str, Callable[[], torch.Tensor]] = {
@@ -68,97 +66,6 @@ def test_a_recorded_hash_is_verified_and_a_changed_tensor_named() -> None:
         changed[number] = name, tensor * 2
         with refused(SyncError, f"'{name}'", "version 1"):
             verify(changed, RECORDED, 1, "other bytes", "send them again")
-
-
-# --------------------------------------------------------------------------- what changes weights
-
-
-def burst(data: np.ndarray, rng: np.random.Generator, width: int) -> None:
-    start, count = int(rng.integers(len(data))), int(rng.integers(1, 5000))
-    data[start : start + count] ^= rng.integers(1, 256, len(data[start : start + count]), np.uint8)
-
-
-def one_bit(data: np.ndarray, rng: np.random.Generator, width: int) -> None:
-    data[rng.integers(len(data))] ^= 1 << rng.integers(8)
-
-
-def swapped_elements(data: np.ndarray, rng: np.random.Generator, width: int) -> None:
-    elements = data.reshape(-1, width)
-    some = rng.integers(len(elements), size=2 * int(rng.integers(1, 20)))
-    elements[some] = elements[some[::-1]]
-
-
-def swapped_rows(data: np.ndarray, rng: np.random.Generator, width: int) -> None:
-    rows = data[: len(data) // ROW * ROW].reshape(-1, int(rng.choice([512, ROW])))
-    one, other = rng.choice(len(rows), 2, replace=False)
-    rows[[one, other]] = rows[[other, one]]
-
-
-def zeroed_block(data: np.ndarray, rng: np.random.Generator, width: int) -> None:
-    start = int(rng.integers(len(data)))
-    data[start : start + int(rng.choice([width, 64, 4096, 2**20]))] = 0
-
-
-def signs(data: np.ndarray, rng: np.random.Generator, width: int) -> None:
-    """Of two elements, of every n-th, or of all in a range; the sign is the highest bit of the last byte."""
-    elements = data.reshape(-1, width)
-    start, step = int(rng.integers(len(elements))), int(rng.choice([1, 2, 4, 256]))
-    chosen = rng.integers(len(elements), size=2) if rng.random() < 0.3 else slice(start, None, step)
-    elements[chosen, -1] ^= 0x80
-
-
-def high_bits(data: np.ndarray, rng: np.random.Generator, width: int) -> None:
-    """The exponents of some elements: powers of two become others."""
-    elements = data.reshape(-1, width)
-    elements[rng.integers(len(elements), size=int(rng.integers(1, 20))), -1] ^= rng.integers(1, 256, dtype=np.uint8)
-
-
-def moved(data: np.ndarray, rng: np.random.Generator, width: int) -> None:
-    data[:] = np.roll(data, int(rng.choice([1, width, ROW, -width])))
-
-
-Change = Callable[[np.ndarray, np.random.Generator, int], None]
-CHANGES: list[Change] = [
-    burst,
-    one_bit,
-    swapped_elements,
-    swapped_rows,
-    zeroed_block,
-    signs,
-    high_bits,
-    moved,
-]
-
-
-def changed(tensor: torch.Tensor, change: Change, rng: np.random.Generator) -> torch.Tensor:
-    data = np.frombuffer(bytearray(bytes_of(tensor)), np.uint8)
-    change(data, rng, tensor.element_size())
-    return torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape)
-
-
-BASES: list[Callable[[torch.dtype], torch.Tensor]] = [
-    lambda dtype: weights(2**16 + 1000, dtype),
-    lambda dtype: weights(2**20 + 2**15, dtype),
-    lambda dtype: torch.ones(9000, dtype=dtype),
-    lambda dtype: torch.zeros(40, 500, dtype=dtype),
-    lambda dtype: torch.arange(20_000).bitwise_and(1).mul(2).sub(1).to(dtype),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@given(base=st.integers(0, len(BASES) - 1), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**32))
-def test_changed_bytes_change_the_hash(change: Change, base: int, dtype: torch.dtype, seed: int) -> None:
-    before = BASES[base](dtype)
-    after = changed(before, change, np.random.default_rng(seed))
-    assume(bytes_of(before) != bytes_of(after))
-    assert digest(before) != digest(after)
-
-
-def test_types_and_shapes_are_part_of_the_hash() -> None:
-    zeros = torch.zeros(300, 200)
-    others = [zeros.reshape(200, 300), zeros.int(), torch.zeros(300, 400, dtype=torch.float16), zeros[:, :199], -zeros]
-    assert len({digest(each) for each in (zeros, *others)}) == 1 + len(others)
-    assert digest(zeros.T) == digest(others[0])
 
 
 # --------------------------------------------------------------------------- who computes it
