@@ -13,8 +13,6 @@ from typer.testing import CliRunner
 from trivium.cli import app
 from trivium.text.tiny import TinyModel
 
-TINY = Path(__file__).parent / "tiny.yaml"
-
 
 def trivium(*arguments: str) -> tuple[int, str]:
     """(exit code, everything printed)."""
@@ -27,12 +25,6 @@ def refused(code: int, output: str, *words: str) -> None:
     for word in (*words, "asked:", "found:", "do:"):
         assert word in output, f"{word!r} not in:\n{output}"
     assert "Traceback" not in output
-
-
-def problems_in(output: str) -> list[str]:
-    """Where a report of several problems says that they are."""
-    lines = [line.removeprefix("  - ") for line in output.splitlines() if line.startswith("  - ")]
-    return sorted(line.partition(": ")[0] for line in lines)
 
 
 def config(tmp_path: Path, text: str) -> Path:
@@ -59,83 +51,11 @@ def run_with(tmp_path: Path, changes: str) -> tuple[int, str, list[dict[str, Any
     return code, output, [json.loads(line) for line in rows.read_text().splitlines()] if rows.is_file() else []
 
 
-def test_check_reports_every_problem_at_once(tmp_path: Path) -> None:
-    bad = config(
-        tmp_path,
-        """
-model: {kind: tiny, hiden: 32}
-tasks: {training: {kind: jsonl, path: nowhere.jsonl}}
-engine: {sampling: {temperature: 0}}
-train: {router_replay: rollout}
-schedule: {group_size: 1, stepps: 3}
-algorithm: {kind: grpo, critics: {}}
-evaluation: {every: 5}
-""",
-    )
-    code, output = trivium("check", str(bad))
-    assert code == 2
-    assert problems_in(output) == ["algorithm.critics", "model.hiden", "schedule.stepps"]
-    for words in ("did you mean 'hidden'", "did you mean 'steps'", "did you mean 'critic'"):
-        assert words in output, output
-    # With every key known, the sections can be looked at in each other's company.
-    text = bad.read_text(encoding="utf-8")
-    for wrong, right in (("hiden", "hidden"), ("stepps", "steps"), ("critics", "critic")):
-        text = text.replace(wrong, right)
-    code, output = trivium("check", str(config(tmp_path, text)))
-    assert code == 2
-    assert problems_in(output) == [
-        "engine.sampling.temperature",
-        "evaluation.every",
-        "rewards",
-        "schedule.group_size",
-        "tasks",
-        "tasks.training.path",
-        "train.router_replay",
-    ]
-    code, output = trivium(
-        "check",
-        str(TINY),
-        "engine.sampling.temperature=0",
-        "schedule.max_staleness=0",
-        "sync.interval=2",
-        "evaluation.taskset=tset",
-    )
-    assert code == 2
-    wrong = (
-        "checkpoint.keep_best",
-        "engine.sampling.temperature",
-        "evaluation.every",
-        "evaluation.taskset",
-        "schedule.max_staleness",
-    )
-    assert problems_in(output) == sorted(f"stages[{stage}].{name}" for stage in (0, 1) for name in wrong)
-    assert "did you mean 'test'" in output
-
-
 REWARDS = """
-def raises(prompt, completion, answer):
-    if len(completion) < 4: raise KeyError("oops")  # as all completions of the run are
-    return 0.0
-def none(prompt, completion, answer): return None if len(completion) < 4 else 0.0
-def always(prompt, completion, answer): return None
 def sometimes(prompt, completion, answer):
     if int(answer) % 2: raise ValueError("odd")
     return float(len(completion))
 """
-
-
-@pytest.mark.parametrize("reward", ["raises", "none"])
-def test_a_reward_that_gives_no_number_ends_the_run_by_name(tmp_path: Path, reward: str) -> None:
-    (tmp_path / "mine.py").write_text(REWARDS)
-    code, output, _ = run_with(tmp_path, f"rewards: [{{kind: mine.py:{reward}}}]\n")
-    refused(code, output, "failed trajectories", "RewardError", repr(reward))
-
-
-def test_a_reward_that_never_gives_a_number_is_refused_before_the_run(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(REWARDS)
-    code, output, _ = run_with(tmp_path, "rewards: [mine.py:always]\n")
-    assert (code, problems_in(output), (tmp_path / "run").exists()) == (2, ["rewards"], False)
-    assert trivium("check", str(tmp_path / "config.yaml")) == (2, output)
 
 
 def test_some_failing_rewards_are_counted_and_never_scored(tmp_path: Path) -> None:

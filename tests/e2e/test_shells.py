@@ -185,14 +185,6 @@ def test_a_side_that_does_not_come_back_is_named_and_the_run_goes_on_later(victi
         assert "is finished: no task is left to explore" in late.text
 
 
-def test_an_explorer_with_another_config_is_refused(tmp_path: Path) -> None:
-    path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}")
-    with commands(tmp_path) as start:
-        start("train", "run", str(path), "run.mode=train")
-        stranger = start("explore", "run", str(path), "run.mode=explore", "run.seed=1").ended(2, seconds=90)
-        assert "the trainer runs another config: run differ(s)" in stranger.text
-
-
 def test_what_a_dead_explorer_was_playing_another_one_plays(tmp_path: Path) -> None:
     path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=24)
     with commands(tmp_path) as start:

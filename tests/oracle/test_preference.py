@@ -1,17 +1,13 @@
 """Losses over preferences and scores: slow loops from the papers, finite differences, laws, traps."""
 
 import math
-from itertools import pairwise
 
 import episodes
 import numpy as np
 import pytest
 import torch
 from algebra import finite_differences, variants
-from example_counts import number_of
 from failing import refused
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from preferences import interleaved, on_rows, preference, scoring
 from torch import Tensor
 
@@ -265,34 +261,6 @@ OBJECTIVES = {
     **{f"pair:{name}": lambda v=v: preference(v[0], **v[1]) for name, v in PAIR_LOSSES.items()},
     **{f"score:{name}": lambda v=v: scoring(v[0], **v[1]) for name, v in SCORE_LOSSES.items()},
 }
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-@settings(max_examples=number_of(10))
-@given(data=st.data())
-def test_cutting_between_pairs_their_order_and_padding_change_nothing(name: str, data: st.DataObject) -> None:
-    log_prob, mask, reference = rows(seed=data.draw(st.integers(0, 99)))
-    log_prob.requires_grad_(True)
-    whole, metrics = on_rows(OBJECTIVES[name](), log_prob, mask, reference)
-    order = data.draw(st.permutations(range(len(mask) // 2)))
-    at = sorted(data.draw(st.sets(st.integers(1, len(order)))) | {0, len(order)})
-    parts = [[row for pair in order[a:b] for row in (2 * pair, 2 * pair + 1)] for a, b in pairwise(at)]
-    cut, same = on_rows(
-        OBJECTIVES[name](), log_prob, mask, reference, parts=parts, padding=data.draw(st.integers(0, 3))
-    )
-    gradients = [torch.autograd.grad(loss, log_prob)[0] for loss in (whole, cut)]
-    torch.testing.assert_close((cut, gradients[1]), (whole, gradients[0]), rtol=1e-9, atol=1e-12)
-    assert same == pytest.approx(metrics, rel=1e-9, abs=1e-12)
-
-
-def test_ranks_that_average_gradients_get_the_gradient_of_one_process() -> None:
-    log_prob, mask, reference = rows()
-    for name in OBJECTIVES:
-        alone, _ = on_rows(OBJECTIVES[name](), log_prob, mask, reference)
-        ranks, _ = on_rows(
-            OBJECTIVES[name](), log_prob, mask, reference, parts=[[0, 1, 4, 5], [2, 3, 6, 7, 8, 9]], dp_size=2
-        )
-        torch.testing.assert_close(ranks / 2, alone, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)

@@ -97,11 +97,15 @@ def test_a_loss_that_looks_at_its_micro_batch_is_noticed() -> None:
 @settings(max_examples=number_of(3))
 @given(step=steps())
 def test_ranks_that_average_gradients_get_the_gradient_of_one_process(mode: str, step: Step) -> None:
-    for name in ("loss:ppo", "loss:mix", "value"):
+    pairs = [name for name in BY_MODE[mode] if name.startswith(("pair:", "score:"))]
+    for name in ("loss:ppo", "loss:mix", "value", *pairs):
         objective = BY_MODE[mode][name]()
-        rows = list(range(len(step.mask)))
+        size, rows = 2 if name in pairs else 1, range(len(step.mask))
+        shares = [[row for row in rows if row // size % 2 == rank] for rank in range(2)]
         alone = run(objective, step)
-        ranks = run(objective, step, [rows[::2], rows[1::2]], dp_size=2)  # summed here, averaged by the ranks
+        ranks = run(
+            objective, step, [share for share in shares if share], dp_size=2
+        )  # summed here, averaged by the ranks
         halved = {answer: gradient / 2 for answer, gradient in ranks.gradients.items()}
         Outcome(ranks.loss / 2, halved, {}, {}).assert_same(Outcome(alone.loss, alone.gradients, {}, {}))
 

@@ -19,7 +19,7 @@ from tests.processes import survivors
 from tests.waiting import eventually
 from trivium.cluster.actors import ActorDied
 from trivium.cluster.pools import Placement, ResourcePool, _placements
-from trivium.foundation.errors import ConfigError, DataError, RoleFailed, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, RoleFailed, TriviumError, UnknownName
 from trivium.frontdoors.verl.objects.resource_pools import ResourcePoolManager, Role
 from trivium.frontdoors.verl.objects.workers.worker_group import RayWorkerGroup, RoleWorker
 
@@ -183,6 +183,9 @@ def test_roles_have_the_names_of_the_original() -> None:
         "ActorRolloutRef 6 actor_rollout_ref",
         "Env 7 env",
     ]
+    assert Role.from_string("actor_rollout") is Role.ActorRollout
+    with refused(UnknownName, "director"):
+        Role.from_string("director")
 
 
 def test_what_a_cluster_lacks_is_said_before_anybody_waits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from tests.failing import refused
 from trivium.foundation.errors import DataError
-from trivium.frontdoors.verl import BatchView, compute_reward, living, score_groups, scored_rows
+from trivium.frontdoors.verl import BatchView, living, score_groups, scored_rows
 from trivium.frontdoors.verl.objects.batches.protocol import RowsError
 from trivium.types import Failure, Group, Message, StopReason, Task, Trajectory, Turn
 
@@ -169,83 +168,22 @@ def test_shapes_and_extras_that_do_not_fit() -> None:
         scored_rows(torch.zeros(3, 5), view, {"acc": [1]})
 
 
-# --------------------------------------------------------------------------- a manager of the original's kind
+def by_length(data: BatchView, return_dict: bool = False) -> Any:
+    """A manager that writes into the rows that it is given."""
+    rewards = torch.zeros(data.batch["responses"].shape)
+    rewards[torch.arange(len(data)), data.response_lengths - 1] = data.response_lengths.float()
+    for extra_info in data.non_tensor_batch["extra_info"]:
+        (extra_info or {}).update(num_turns=1)
+    return {"reward_tensor": rewards, "reward_extra_info": {"kind": ["one", "two", "new"]}}
 
 
-class Letters:
-    """A tokenizer of letters; the ids 0 and 1 are special."""
-
-    eos_token = "?"
-
-    def decode(self, ids: torch.Tensor, skip_special_tokens: bool = True) -> str:
-        return "".join(chr(96 + int(i)) for i in ids if not (skip_special_tokens and int(i) < 2))
-
-
-class TheirManager:
-    """A manager as verl's users write it: it reads `data` item by item."""
-
-    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source") -> None:
-        self.tokenizer = tokenizer
-        self.num_examine = num_examine
-        self.compute_score = compute_score
-        self.reward_fn_key = reward_fn_key
-
-    def __call__(self, data, return_dict=False):
-        if "rm_scores" in data.batch.keys():  # noqa: SIM118
-            return {"reward_tensor": data.batch["rm_scores"]} if return_dict else data.batch["rm_scores"]
-        reward_tensor = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
-        infos = defaultdict(list)
-        seen = {}
-        for i in range(len(data)):
-            data_item = data[i]
-            prompt_ids = data_item.batch["prompts"]
-            prompt_length = prompt_ids.shape[-1]
-            valid_prompt_length = data_item.batch["attention_mask"][:prompt_length].sum()
-            valid_prompt_ids = prompt_ids[-valid_prompt_length:]
-            response_ids = data_item.batch["responses"]
-            valid_response_length = data_item.batch["attention_mask"][prompt_length:].sum()
-            valid_response_ids = response_ids[:valid_response_length]
-            prompt = self.tokenizer.decode(valid_prompt_ids, skip_special_tokens=True)
-            response = self.tokenizer.decode(valid_response_ids, skip_special_tokens=True)
-            ground_truth = data_item.non_tensor_batch["reward_model"]["ground_truth"]
-            data_source = data_item.non_tensor_batch[self.reward_fn_key]
-            extra_info = data_item.non_tensor_batch.get("extra_info", None) or {}
-            extra_info["num_turns"] = data_item.non_tensor_batch.get("__num_turns__", None)
-            score = self.compute_score(
-                data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info
-            )
-            reward_tensor[i, valid_response_length - 1] = score["score"]
-            for key, value in score.items():
-                infos[key].append(value)
-            seen.setdefault(data_source, []).append((prompt, response))
-        data.meta_info["seen"] = seen
-        data.batch["acc"] = torch.tensor(infos["score"])
-        if return_dict:
-            return {"reward_tensor": reward_tensor, "reward_extra_info": infos}
-        return reward_tensor
-
-
-def by_length(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    return {"score": len(solution_str) + extra_info["num_turns"] / 10, "truth": ground_truth}
-
-
-def test_a_manager_written_for_the_original_runs_unmodified() -> None:
-    manager = TheirManager(Letters(), 0, by_length)
-    view = BatchView.of(groups(), PAD, meta_info={"validate": False})
-    rewards, extra = compute_reward(view, manager)
-    torch.testing.assert_close(rewards[:, [1, 2, 4]].sum(-1), torch.tensor([3.2, 5.4, 2.4]))
-    assert rewards.count_nonzero() == 3
-    assert view.meta_info["seen"]["held_out"] == [("cde", "fg")]
-    assert view.meta_info["seen"]["openai/gsm8k"][0] == ("ef", "ghi")
-    assert extra["truth"] == ["12", "12", "9"]
-    played = groups()
-    rows = score_groups(played, manager, PAD)
-    assert played[0].task.columns["extra_info"] == {"index": 3}  # what a manager adds is its own
-    assert [(round(row.score, 5), row.at, row.extra["truth"]) for row in rows] == [
-        (3.2, 2, "12"),
-        (5.4, 4, "12"),
-        (2.4, 1, "9"),
+def test_groups_are_scored_by_a_manager() -> None:
+    rolled_out = groups()
+    rows = score_groups(rolled_out, by_length, PAD)
+    assert [(row.score, row.at, row.extra["kind"]) for row in rows] == [
+        (3, 2, "one"),
+        (5, 4, "two"),
+        (2, 1, "new"),
     ]
-    view.batch["rm_scores"] = torch.ones(3, 5)
-    assert compute_reward(view, manager)[0] is view.batch["rm_scores"]
-    assert score_groups([], manager, PAD) == []
+    assert rolled_out[0].task.columns["extra_info"] == {"index": 3}  # what a manager adds is its own
+    assert score_groups([], by_length, PAD) == []

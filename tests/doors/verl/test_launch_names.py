@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.failing import refused
-from trivium.foundation.errors import ConfigError, DataError, UnknownName
+from trivium.foundation.errors import ConfigError, DataError
 from trivium.foundation.registry import lazy_names
 from trivium.frontdoors import verl
 from trivium.frontdoors.verl import (
@@ -157,9 +157,3 @@ def test_classes_and_files_by_path(tmp_path: Path) -> None:
     assert copy_to_local("Qwen/Qwen3") == "Qwen/Qwen3"
     with refused(DataError, "hdfs://host/x"):
         copy_to_local("hdfs://host/x")
-
-
-def test_roles_by_verls_names() -> None:
-    assert verl.Role.from_string("actor_rollout") is verl.Role.ActorRollout
-    with pytest.raises(UnknownName):
-        verl.Role.from_string("director")

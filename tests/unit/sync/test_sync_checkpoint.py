@@ -259,18 +259,3 @@ def test_the_manifest_says_what_each_tensor_is(ends: Ends) -> None:
     norm = next(entry for entry in said["tensors"] if entry["name"] == "norm")
     assert (norm["dtype"], norm["shape"], norm["bytes"]) == ("float32", [4], 16)
     assert norm["hash"] == digest(WEIGHTS["norm"] + 1)
-
-
-def test_a_digest_tells_types_shapes_and_signs_apart() -> None:
-    zeros = torch.zeros(2, 3)
-    others = [
-        zeros.half(),
-        zeros.int(),
-        zeros.reshape(3, 2),
-        -zeros,
-        torch.zeros(6),
-        torch.zeros(0, 3),
-        torch.zeros(3, 0),
-    ]
-    assert len({digest(tensor) for tensor in (zeros, *others)}) == 1 + len(others)
-    assert digest(torch.arange(6).reshape(2, 3).T) == digest(torch.tensor([[0, 3], [1, 4], [2, 5]]))

@@ -87,12 +87,6 @@ def test_deep_values_can_be_recorded(tmp_path: Path) -> None:
     assert decode_group(encode_group(Group(0, tasks[5], ()))).task.columns["x"] == json.loads(deep)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(GOOD).encode())
-    assert len(source("jsonl", path)) == 8
-
-
 def test_several_bad_rows_are_counted_and_none_may_be_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([GOOD[0], r'{"prompt": "\ud800"}', "{", GOOD[1], '{"prompt": 2}']))

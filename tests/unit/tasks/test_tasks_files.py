@@ -184,11 +184,8 @@ def test_bad_rows_are_refused_by_name(
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
-    with refused(DataError, *names) as caught:
+    with refused(DataError, *names):
         source("jsonl", path, **fields)
-    assert caught.value.asked
-    assert caught.value.found
-    assert caught.value.do
 
 
 @pytest.mark.parametrize(
