@@ -394,6 +394,27 @@ def test_on_policy_m2po_leaves_nothing_out() -> None:
 # --------------------------------------------------------------------------- extremes
 
 
+OWN = sorted({name for name, _, _ in ONE_TOKEN} | {"gspo", "gspo_sequence", "gmpo"})
+
+
+@pytest.mark.parametrize("far", [-1000.0, 1000.0])
+@pytest.mark.parametrize("name", OWN)
+def test_log_ratios_beyond_reason_give_finite_losses_and_gradients(name: str, far: float) -> None:
+    for sign in (-1.0, 1.0):
+        log_prob = (-numbers(1).abs() if far < 0 else -numbers(1).abs() * 1e-3).float().requires_grad_(True)
+        columns = {
+            "old_log_prob": log_prob.detach() - far,
+            "advantages": torch.full(MASK.shape, sign),
+            "selected": torch.zeros(MASK.shape),
+            "uniform": torch.zeros(MASK.shape),
+        }
+        done = LOSSES[name](PolicyInputs(log_prob, MASK, columns, torch.zeros_like(MASK)))
+        (gradient,) = torch.autograd.grad(done.loss[MASK].sum(), log_prob)
+        assert torch.isfinite(done.loss[MASK]).all()
+        assert torch.isfinite(gradient).all()
+        assert all(torch.isfinite(values[MASK]).all() for values in done.metrics.values())
+
+
 def test_a_probability_above_one_by_rounding_is_one() -> None:
     """A log-probability a little above zero must not make the binary KL a NaN that keeps every token."""
     log_prob = torch.tensor([[0.0, 1e-4]]).double()

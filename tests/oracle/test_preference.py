@@ -1,13 +1,17 @@
 """Losses over preferences and scores: slow loops from the papers, finite differences, laws, traps."""
 
 import math
+from itertools import pairwise
 
 import episodes
 import numpy as np
 import pytest
 import torch
 from algebra import finite_differences, variants
+from example_counts import number_of
 from failing import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from preferences import interleaved, on_rows, preference, scoring
 from torch import Tensor
 
@@ -247,6 +251,11 @@ def test_a_reward_model_is_judged_at_the_last_trained_token(name: str) -> None:
     assert float(loss.detach()) == pytest.approx(sum(float(function(x, **options)) for x in pairs) / 2)
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert {(int(r), int(t)) for r, t in gradient.nonzero()} == {(a, i) for r in last for a, i in (r[:2], r[2:])}
+
+    def whole(at: Tensor) -> Tensor:
+        return on_rows(scoring(kind, **options), at, mask)[0]
+
+    torch.testing.assert_close(gradient, finite_differences(whole, scores), rtol=1e-5, atol=1e-8)
     gaps = [float(x.chosen - x.rejected) for x in pairs]
     assert checked(metrics)["train/preference_margin"] == pytest.approx(sum(gaps) / 2)
     assert metrics["train/preference_accuracy"] == sum(gap > 0 for gap in gaps) / 2
@@ -256,6 +265,34 @@ OBJECTIVES = {
     **{f"pair:{name}": lambda v=v: preference(v[0], **v[1]) for name, v in PAIR_LOSSES.items()},
     **{f"score:{name}": lambda v=v: scoring(v[0], **v[1]) for name, v in SCORE_LOSSES.items()},
 }
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@settings(max_examples=number_of(10))
+@given(data=st.data())
+def test_cutting_between_pairs_their_order_and_padding_change_nothing(name: str, data: st.DataObject) -> None:
+    log_prob, mask, reference = rows(seed=data.draw(st.integers(0, 99)))
+    log_prob.requires_grad_(True)
+    whole, metrics = on_rows(OBJECTIVES[name](), log_prob, mask, reference)
+    order = data.draw(st.permutations(range(len(mask) // 2)))
+    at = sorted(data.draw(st.sets(st.integers(1, len(order)))) | {0, len(order)})
+    parts = [[row for pair in order[a:b] for row in (2 * pair, 2 * pair + 1)] for a, b in pairwise(at)]
+    cut, same = on_rows(
+        OBJECTIVES[name](), log_prob, mask, reference, parts=parts, padding=data.draw(st.integers(0, 3))
+    )
+    gradients = [torch.autograd.grad(loss, log_prob)[0] for loss in (whole, cut)]
+    torch.testing.assert_close((cut, gradients[1]), (whole, gradients[0]), rtol=1e-9, atol=1e-12)
+    assert same == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+
+
+def test_ranks_that_average_gradients_get_the_gradient_of_one_process() -> None:
+    log_prob, mask, reference = rows()
+    for name in OBJECTIVES:
+        alone, _ = on_rows(OBJECTIVES[name](), log_prob, mask, reference)
+        ranks, _ = on_rows(
+            OBJECTIVES[name](), log_prob, mask, reference, parts=[[0, 1, 4, 5], [2, 3, 6, 7, 8, 9]], dp_size=2
+        )
+        torch.testing.assert_close(ranks / 2, alone, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
@@ -298,6 +335,19 @@ def test_extremes_are_finite(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
+def test_nothing_outside_the_mask_is_read(name: str) -> None:
+    log_prob, mask, reference = rows()
+    clean, metrics = on_rows(OBJECTIVES[name](), log_prob, mask, reference)
+    dirty = [torch.where(mask, t, math.nan) for t in (log_prob, reference)]
+    leaf = dirty[0].requires_grad_(True)
+    loss, same = on_rows(OBJECTIVES[name](), leaf, mask, dirty[1])
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert float(loss.detach()) == float(clean)
+    assert torch.isfinite(gradient).all()
+    assert same == metrics
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_pair_with_an_empty_reply_is_no_comparison(name: str) -> None:
     """It changes nothing where replies are compared; where each reply counts by itself, the one that is there does."""
     log_prob, mask, reference = rows()
@@ -306,6 +356,16 @@ def test_a_pair_with_an_empty_reply_is_no_comparison(name: str) -> None:
     without, same = on_rows(OBJECTIVES[name](), log_prob[whole], mask[whole], reference[whole])
     assert metrics == pytest.approx(same)
     assert (float(with_halves) == pytest.approx(float(without))) == ("kto" not in name)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_mini_batch_without_a_trained_token_is_nothing(name: str) -> None:
+    log_prob, _, reference = rows()
+    log_prob.requires_grad_(True)
+    loss, metrics = on_rows(OBJECTIVES[name](), log_prob, torch.zeros_like(log_prob), reference)
+    assert float(loss.detach()) == 0
+    assert torch.autograd.grad(loss, log_prob)[0].eq(0).all()
+    assert set(metrics.values()) == {0.0}
 
 
 def test_rows_that_are_not_in_pairs_are_refused() -> None:
