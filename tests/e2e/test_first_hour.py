@@ -585,16 +585,6 @@ def test_a_base_model_is_trained_and_exported_with_the_template_of_the_config(
     assert tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True) == "1+1="
 
 
-def test_evaluation_is_switched_off_and_lists_are_changed_on_the_command_line(start: Callable[..., Forked]) -> None:
-    tiny = str(Path(__file__).parent / "tiny.yaml")
-    command = start(
-        "check", "check", tiny, "evaluation=null", "checkpoint.keep_best=null", "stages.0.schedule.steps=2"
-    ).ended()
-    assert "total_steps: 8" in command.text.splitlines()
-    empty = start("check", "check", tiny, "evaluation={}").ended(2)
-    assert "evaluation=null" in empty.text
-
-
 # --------------------------------------------------------------------------- serving
 
 SERVED = """

@@ -1,4 +1,4 @@
-"""Rewards through whole runs: sections that the prompt opens, special tokens, numbers and lists as answers, majorities,
+"""Rewards through whole runs: sections that the prompt opens, special tokens, numbers and lists as answers,
 lengths over several turns."""
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ def tagged(request, version):
 
 def numbers(request, version):
     return list(b"7" if request.key.index else b"It is 7.")
-
-def ways(request, version):
-    return list(f"Way {request.key.index}: #### {7 if request.key.index < 2 else 9}".encode())
 
 def thrice(request, version):
     return list(b"abcd" if request.key.index else b"abc")
@@ -118,10 +115,10 @@ def test_special_tokens_reach_the_reward_unless_they_are_stripped(tmp_path: Path
     assert ("as written" in shown) == strip
 
 
-@pytest.mark.parametrize("answer", [7.0, 7, ["seven", "7"], ["seven", 7.0]])
-def test_numbers_and_lists_are_answers(tmp_path: Path, model: Path, answer: Any) -> None:
+def test_numbers_and_lists_are_answers(tmp_path: Path, model: Path) -> None:
+    """Which are equal: unit/rewards/test_accepted_answers."""
     rewards = [{"kind": "exact"}, {"kind": "gsm8k", "method": "flexible"}]
-    config = written(tmp_path, model, "numbers", [{"prompt": "3+4", "answer": answer}], rewards=rewards)
+    config = written(tmp_path, model, "numbers", [{"prompt": "3+4", "answer": ["seven", 7.0]}], rewards=rewards)
     assert trivium("check", config)[0] == 0
     by_index = {row["index"]: row["rewards"] for row in rolled_out(config)}
     assert by_index == {0: {"exact": 0.0, "gsm8k": 1.0}, 1: {"exact": 1.0, "gsm8k": 1.0}}
@@ -142,15 +139,6 @@ def test_null_is_no_answer(tmp_path: Path, model: Path) -> None:
     code, output = trivium("check", written(tmp_path / "all", model, "numbers", rows, **sections))
     assert code == 2
     assert "tasks.train" in output
-
-
-def test_a_majority_of_one_wrong_answer_in_other_words_wins(tmp_path: Path, model: Path) -> None:
-    evaluation = {"taskset": "test", "samples": 6, "k": [1, 6]}
-    config = written(tmp_path, model, "ways", ROWS[:1], rewards=["gsm8k"], evaluation=evaluation)
-    code, output = trivium("eval", config, "--step", 0)
-    assert code == 0, output
-    value = next(line.split()[-1] for line in output.splitlines() if "maj@6" in line)
-    assert float(value.strip(",}")) == 0.0
 
 
 def test_the_penalty_of_dapo_is_for_one_completion_where_there_are_several(tmp_path: Path, model: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import ray
 from tests.doors.e2e import trinity_savers
 from tests.doors.e2e.trinity_savers import STEP, intervals
 from tests.failing import refused
-from trivium.foundation.errors import ConfigError, DataError, MissingPackage, SyncError, UnknownName
+from trivium.foundation.errors import ConfigError, DataError, SyncError, UnknownName
 from trivium.frontdoors.trinity import CheckpointMonitor, SaveStrategy
 from trivium.frontdoors.trinity.objects.boards import named_actors
 
@@ -89,9 +88,3 @@ def test_calls_are_awaited_and_their_errors_are_raised(connected: None, director
 
     asyncio.run(awaited())
     assert (directory / "latest_state_dict_iteration.txt").read_text().strip() == str(STEP)
-
-
-def test_an_actor_needs_the_extra_for_ray(monkeypatch: pytest.MonkeyPatch, directory: Path, namespace: str) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with refused(MissingPackage, "checkpoint_monitor", "trivium[ray]"):
-        CheckpointMonitor.get_actor(namespace, None, str(directory))
