@@ -116,10 +116,10 @@ def test_widths_can_be_asked_for_and_tensors_added() -> None:
 
 def test_nobody_played_and_nothing_said() -> None:
     assert len(BatchView.of([], PAD)) == 0
-    silent = replace(groups()[1], trajectories=(Trajectory(0),))
+    silent = replace(groups()[1], trajectories=(Trajectory(0), Trajectory(1, (turn([5, 6], []),))))
     view = BatchView.of([silent], PAD)
-    assert view.batch["responses"].shape == (1, 0)
-    assert view.response_lengths.tolist() == [0]
+    assert view.batch["prompts"].tolist() == [[0, 0], [5, 6]]
+    assert view.response_lengths.tolist() == [0, 0]
 
 
 def test_rows_of_different_number_are_refused() -> None:
