@@ -120,16 +120,6 @@ def test_replay_trains_on_groups_again_and_says_how_old_they_are(tmp_path: Path)
     assert any(row["sample/fresh_reward"] != pytest.approx(row["reward/mean"]) for row in rows[1:])
 
 
-def test_a_stricter_bound_than_the_schedules_holds(tmp_path: Path) -> None:
-    strict = {"buffer": {"strategy": {"kind": "staleness_control", "max_staleness": 1}}}
-    run(config_of(tmp_path, strict, {"schedule": {"max_staleness": 4, "steps": 12}}))
-    rows = rows_of(tmp_path)
-    assert len(rows) == 12
-    assert all(row["rollout/staleness_max"] <= 1 for row in rows)
-    assert all(row["rollout/groups"] == 6 for row in rows)
-    assert all("sample/left_out" in row for row in rows)
-
-
 @pytest.mark.parametrize(
     "said",
     [(MIX, LOSS, {"schedule": {"deterministic": True, "max_staleness": 2}}), (REPLAY,)],
