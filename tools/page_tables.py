@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from trivium.frontdoors.verl.config.config_table import TABLE as VERL
 from trivium.frontdoors.verl.key_hints import KEYS as VERL_KEYS
 from trivium.models.backbone.shape import shape_of
 from trivium.monitors.health import RULES
-from trivium.planning.model_memory import engine_memory, memory_plan
+from trivium.planning.model_memory import Adapter, SplitModels, TrainedModels, engine_memory, memory_plan
 from trivium.planning.model_shape import ModelShape
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -65,8 +66,9 @@ def _memory() -> str:
     head = "| model | all weights | with a reference | LoRA, rank 16 | each of 8 ranks | engine | its cache |"
     rows = [head, "|---|---|---|---|---|---|---|"]
     for name, shape in _MODELS.items():
-        rank = partial(memory_plan, shape, tokens=8192, dtype="bfloat16", gradient_checkpointing=True)
-        plans = [rank(), rank(frozen={"reference": shape}), rank(adapter_rank=16), rank(shards=8)]
+        policy = TrainedModels(shape, dtype="bfloat16", gradient_checkpointing=True)
+        beside = [policy, replace(policy, frozen={"reference": shape}), replace(policy, adapter=Adapter(16))]
+        plans = [*(memory_plan(models, 8192) for models in beside), memory_plan(policy, 8192, SplitModels(shards=8))]
         engine = engine_memory(shape, dtype="bfloat16", rows=64, tokens=2048).values()
         sizes = [*(sum(plan.values()) for plan in plans), *engine]
         rows.append(f"| {name} | {' | '.join(f'{size / _GIB:.0f}' for size in sizes)} |")

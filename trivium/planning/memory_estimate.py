@@ -12,7 +12,7 @@ from trivium.foundation.errors import ConfigError, Problem
 from trivium.foundation.registry import describe, resolve
 from trivium.planning.choices import MAX_ROWS, MIB, MICRO_BATCH_TOKENS, micro_batch_tokens
 from trivium.planning.machine import Machine
-from trivium.planning.model_memory import engine_memory, memory_plan
+from trivium.planning.model_memory import Adapter, SplitModels, TrainedModels, engine_memory, memory_plan
 from trivium.planning.model_shape import BYTES, FEW_BITS, ModelShape
 from trivium.planning.parallel import ParallelConfig, sent_in_a_pass
 from trivium.types import SyncMethod, capabilities_of
@@ -387,24 +387,21 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine, *, is_las
     seen = tokens * batch.sequence_ranks  # ranks that share a sequence run the tower over all its images
     trained, frozen = models_of(config, shape)
     averaged = [role for role in frozen if role == "teacher" and _averages(config)]
-    rank = memory_plan(
+    models = TrainedModels(
         shape,
-        trained=trained,
-        frozen=frozen,
-        averaged=averaged,
-        tokens=tokens,
-        dtype=dtype,
-        gradient_checkpointing=train.gradient_checkpointing,
-        adapter_rank=0 if train.lora is None else train.lora.rank,
-        adapted_layers=None if train.lora is None else train.lora.adapted(shape.layers),
-        shards=train.shard or batch.ranks,
-        tensor=split_over(config).tensor,
-        expert=split_over(config).expert,
+        trained,
+        frozen,
+        averaged,
+        adapter=None if train.lora is None else Adapter(train.lora.rank, train.lora.adapted(shape.layers)),
         vision_tower=train.vision_tower,
+        dtype=dtype,
         frozen_dtype=train.frozen_dtype,
-        gpu=min(machine.gpus, default=0) if device != "cpu" else 0,
-        image_tokens=seen * min(batch.tasks.prompts.longest, batch.tokens_per_sequence) // batch.tokens_per_sequence,
+        gradient_checkpointing=train.gradient_checkpointing,
     )
+    gpu = min(machine.gpus, default=0) if device != "cpu" else 0
+    split = SplitModels(train.shard or batch.ranks, split_over(config), gpu)
+    images = seen * min(batch.tasks.prompts.longest, batch.tokens_per_sequence) // batch.tokens_per_sequence
+    rank = memory_plan(models, tokens, split, images)
     host: dict[str, int] = {}
     if train.cpu_offload and batch.ranks > 1 and device != "cpu":
         host = {name: rank.pop(name) for name in list(rank) if name.endswith(("weights", "gradients", "optimizer"))}

@@ -7,10 +7,11 @@ estimate that measured training steps agree with (tests/unit/planning/test_memor
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from trivium.planning.choices import PACKED_BYTES, PROMPT_CHUNK, SAMPLED_TOGETHER, logits_rows
-from trivium.planning.model_shape import BYTES, FEW_BITS, ModelShape, VisionShape
-from trivium.planning.parallel import WHOLE_ATTENTION, WHOLE_EXPERTS, computed_block, whole_in_a_block
+from trivium.planning.model_shape import BYTES, FEW_BITS, FewBits, ModelShape, VisionShape
+from trivium.planning.parallel import WHOLE_ATTENTION, WHOLE_EXPERTS, ParallelConfig, computed_block, whole_in_a_block
 
 _SAMPLING = 32
 """Bytes for each of them beside itself: copies, sums and, for `top_p`, sorted values."""
@@ -19,122 +20,157 @@ _SAMPLING = 32
 # --------------------------------------------------------------------------- a training rank
 
 
-def memory_plan(
-    shape: ModelShape,
-    *,
-    trained: Collection[str] = ("policy",),
-    frozen: Mapping[str, ModelShape] | None = None,
-    averaged: Collection[str] = (),
-    tokens: int,
-    dtype: str = "float32",
-    gradient_checkpointing: bool = False,
-    adapter_rank: int = 0,
-    adapted_layers: int | None = None,
-    shards: int = 1,
-    tensor: int = 1,
-    expert: int = 1,
-    vision_tower: str | None = None,
-    image_tokens: int = 0,
-    frozen_dtype: str = "float32",
-    gpu: int = 0,
-) -> dict[str, int]:
-    """Bytes by item on one rank that trains models of `shape` (a critic has the policy's) and holds frozen ones.
+@dataclass(frozen=True)
+class Adapter:
+    """The low-rank adapters that a policy trains."""
 
-    One pass computes `tokens`; each of `shards` ranks holds a part. `tensor` ranks split each layer, and `expert`
-    ranks the experts (`train.parallel`). Weights, gradients and the two moments of the optimizer are float32, or
-    float64 for that dtype. `bfloat16` halves what layers other than norms keep for the backward pass. With
-    `adapter_rank` the policy trains low-rank adapters only, in its last `adapted_layers` (None: all): the layers below
-    keep nothing for the backward pass. Frozen weights are kept in `frozen_dtype`, and their head
-    is computed in float32; those of `averaged` roles are kept as the policy's. `image_tokens` are those among the
-    tokens that stand for images, and `vision_tower` names the trained parts of the vision side. `gpu` is the memory of
-    the rank's GPU, 0 without one.
-    """
-    wide = 8 if dtype == "float64" else 4
-    few = FEW_BITS.get(frozen_dtype)
-    kept = wide if dtype == "float64" else 2 if few else min(wide, BYTES[frozen_dtype])
-    copied = (tensor - 1) * shape.layers * sum(whole_in_a_block(shape, tensor, expert))
+    rank: int
+    layers: int | None = None
+    """The last layers that have them; None for all."""
+
+
+@dataclass(frozen=True)
+class TrainedModels:
+    """The models of a stage and what it trains of them."""
+
+    shape: ModelShape
+    """The policy's; a critic has the same."""
+    trained: Collection[str] = ("policy",)
+    """Roles."""
+    frozen: Mapping[str, ModelShape] = field(default_factory=dict[str, ModelShape])
+    """Models that only score, by role."""
+    averaged: Collection[str] = ()
+    """The roles among `frozen` whose weights average the policy's and are kept as these are."""
+    adapter: Adapter | None = None
+    """Trained in place of the policy's weights. The layers below it keep nothing for the backward pass."""
+    vision_tower: str | None = None
+    """The trained parts of the vision side."""
+    dtype: str = "float32"
+    """In which layers compute. `bfloat16` halves what layers other than norms keep for the backward pass. Weights,
+    gradients and the two moments of the optimizer are float32, or float64 for that dtype."""
+    frozen_dtype: str = "float32"
+    """In which frozen weights are kept; their head is computed in float32."""
+    gradient_checkpointing: bool = False
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number that is trained."""
+        return 8 if self.dtype == "float64" else 4
+
+    @property
+    def few(self) -> FewBits | None:
+        """How frozen weights are kept in 8 or 4 bits; None if they are not."""
+        return FEW_BITS.get(self.frozen_dtype)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a frozen number that is not kept in few bits."""
+        few = 2 if self.few else min(self.wide, BYTES[self.frozen_dtype])
+        return self.wide if self.dtype == "float64" else few
+
+    @property
+    def adapted(self) -> Adapter | None:
+        """The adapter, if the policy is trained."""
+        return self.adapter if "policy" in self.trained else None
+
+    @property
+    def learning_layers(self) -> int:
+        """The layers of the policy that keep what the backward pass needs."""
+        layers = self.adapted.layers if self.adapted and [*self.trained] == ["policy"] else None
+        return self.shape.layers if layers is None else layers
+
+
+@dataclass(frozen=True)
+class SplitModels:
+    """How models are divided among training ranks."""
+
+    shards: int = 1
+    """The ranks that each hold a part of the parameters."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The ranks that split each layer, and its experts."""
+    gpu: int = 0
+    """The memory of the rank's GPU; 0 without one."""
+
+    def copied(self, shape: ModelShape) -> int:
+        """Parameters that all ranks together hold in addition, since splitting the layers leaves them whole."""
+        tensor, expert = self.parallel.tensor, self.parallel.expert
+        return (tensor - 1) * shape.layers * sum(whole_in_a_block(shape, tensor, expert))
+
+    def fuses(self, models: TrainedModels) -> bool:
+        """Whether the layers are those of `trivium.models.cpu.fused`."""
+        alone = self.gpu == 0 and self.parallel.tensor == 1
+        return alone and models.dtype != "bfloat16" and models.shape.gated and models.shape.experts == 1
+
+
+_WHOLE = SplitModels()
+
+
+def memory_plan(
+    models: TrainedModels, tokens: int, split: SplitModels = _WHOLE, image_tokens: int = 0
+) -> dict[str, int]:
+    """Bytes by item on one rank. One pass computes `tokens`, of which `image_tokens` stand for images."""
+    shape, wide, kept, few = models.shape, models.wide, models.kept, models.few
+    tensor, shards = split.parallel.tensor, split.shards
     items: dict[str, int] = {}
-    for role in trained:
-        adapted = role == "policy" and adapter_rank > 0
+    for role in models.trained:
+        adapter = models.adapter if role == "policy" else None
         own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
-        own += copied
-        frozen_vision = 0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(vision_tower)
-        moving = shape.adapter(adapter_rank, adapted_layers) if adapted else own - frozen_vision
-        held = shape.num_bytes(kept, few) + moving * wide if adapted else own * wide
+        own += split.copied(shape)
+        frozen_vision = (
+            0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(models.vision_tower)
+        )
+        moving = own - frozen_vision if adapter is None else shape.adapter(adapter.rank, adapter.layers)
+        held = own * wide if adapter is None else shape.num_bytes(kept, few) + moving * wide
         items[f"{role} weights"] = held // shards
         items[f"{role} gradients"] = moving * wide // shards
         items[f"{role} optimizer"] = 2 * moving * wide // shards
-    for role, its in (frozen or {}).items():
+    for role, its in models.frozen.items():
+        averaged = role in models.averaged
         # A policy that is neither trained nor the base of an adapter is saved as it is held: not in few bits.
-        size = its.parameters * wide if role in averaged else its.num_bytes(kept, None if role == "policy" else few)
-        whole = (tensor - 1) * its.layers * sum(whole_in_a_block(its, tensor, expert))
-        items[f"{role} weights"] = (size + whole * (wide if role in averaged else kept)) // shards
-    adapts = adapter_rank > 0 and "policy" in trained
-    narrowed = [*(its for role, its in (frozen or {}).items() if role not in averaged), *[shape] * adapts]
+        size = its.parameters * wide if averaged else its.num_bytes(kept, None if role == "policy" else few)
+        items[f"{role} weights"] = (size + split.copied(its) * (wide if averaged else kept)) // shards
+    narrowed = [its for role, its in models.frozen.items() if role not in models.averaged]
+    narrowed += [shape] * (models.adapted is not None)
     if kept < wide and narrowed:
         items["float32 head"] = max(each.embedding for each in narrowed) * wide // tensor
     if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered
-        narrow = BYTES[dtype]
-        block = sum(computed_block(shape, tensor, expert))
+        narrow = BYTES[models.dtype]
+        block = sum(computed_block(shape, tensor, split.parallel.expert))
         items["gathered"] = (2 * block * narrow + shape.embedding * (1 if shape.tied else 2) * wide // tensor) * 2
-    elif dtype == "bfloat16" and not (adapts and kept == BYTES[dtype]):
+    elif models.dtype == "bfloat16" and not (models.adapted and kept == BYTES[models.dtype]):
         # autocast keeps the matrices it cast until the pass is over
         items["gathered"] = shape.matrices * 2
     if few and narrowed:  # each matrix is dequantized for its product, forward and backward
-        items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[dtype]
-    fused = gpu == 0 and tensor == 1 and dtype != "bfloat16" and shape.gated and shape.experts == 1
-    items["activations"] = activations(
-        shape,
-        tokens,
-        dtype,
-        gradient_checkpointing,
-        gpu,
-        fused=fused,
-        adapted=adapts,
-        tensor=tensor,
-        exchanges=expert > 1,
-        learning=adapted_layers if adapts and [*trained] == ["policy"] else None,
-    )
+        items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[models.dtype]
+    items["activations"] = _activations(models, split, tokens)
     if shape.vision is not None:
-        learns = vision_tower in (None, "trained") and not adapter_rank
-        items["vision activations"] = _vision_activations(
-            shape.vision, image_tokens, dtype, all_layers=learns and not gradient_checkpointing
-        )
+        items["vision activations"] = _vision_activations(models, shape.vision, image_tokens)
     return items
 
 
-def _vision_activations(vision: VisionShape, image_tokens: int, dtype: str, *, all_layers: bool) -> int:
+def _vision_activations(models: TrainedModels, vision: VisionShape, image_tokens: int) -> int:
     """Bytes that a pass of the vision tower over `image_tokens` needs. A patch leaves the input of each layer, and
     about one and a half numbers for each output of its matrices, in all layers or only in those at work."""
+    learns = models.vision_tower in (None, "trained") and models.adapter is None
+    all_layers = learns and not models.gradient_checkpointing
     layer = 3 * vision.block // (2 * vision.hidden)
     patch = layer * (vision.layers + 1 if all_layers else min(3, vision.layers + 1)) + vision.layers * vision.hidden
-    return image_tokens * vision.patches_per_token * patch * BYTES[dtype]
+    return image_tokens * vision.patches_per_token * patch * BYTES[models.dtype]
 
 
-def activations(
-    shape: ModelShape,
-    tokens: int,
-    dtype: str,
-    gradient_checkpointing: bool,
-    gpu: int = 0,
-    *,
-    fused: bool = False,
-    adapted: bool = False,
-    tensor: int = 1,
-    exchanges: bool = False,
-    learning: int | None = None,
-) -> int:
-    """Bytes that one forward and backward pass over `tokens` needs at its peak on one of `tensor` ranks that split each
-    layer. `fused`: with the layers of `trivium.models.cpu.fused`, and with `adapted`, low-rank adapters at each matrix,
-    as measured for SmolLM2-135M (docs/memory.md). If ranks exchange tokens for experts, a rank gets as many as it
-    sends, and keeps both and their outputs. The last `learning` layers (None: all) keep what the backward pass needs.
+def _activations(models: TrainedModels, split: SplitModels, tokens: int) -> int:
+    """Bytes that one forward and backward pass over `tokens` needs at its peak on one rank.
 
-    Attention, recurrent layers and experts that the plan of the model does not split are not divided."""
-    narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
+    With the fused layers of a CPU, and adapters at each matrix, as measured for SmolLM2-135M (docs/memory.md). If ranks
+    exchange tokens for experts, a rank gets as many as it sends, and keeps both and their outputs. Attention, recurrent
+    layers and experts that the plan of the model does not split are not divided."""
+    shape, tensor, exchanges = models.shape, split.parallel.tensor, split.parallel.expert > 1
+    narrow, wide, fused = BYTES[models.dtype], models.wide, split.fuses(models)
     if fused:
         # Each layer saves its inputs. With an adapter, the product inside the feed-forward layer as well, and adding
         # its outputs leaves holes in the heap.
-        layer = ((5 if adapted else 2) * shape.mlp + 4 * shape.hidden + 3 * shape.query + 2 * shape.key) * wide
+        saved = (5 if models.adapted else 2) * shape.mlp
+        layer = (saved + 4 * shape.hidden + 3 * shape.query + 2 * shape.key) * wide
     else:
         attention = 4 * shape.query + 8 * shape.key
         experts = (4 if shape.gated else 3) * shape.mlp * shape.active_experts
@@ -144,12 +180,12 @@ def activations(
         through += experts if shape.kind in WHOLE_EXPERTS and not exchanges else experts // tensor
         through += (4 if shape.gated else 3) * shape.shared // tensor
         layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
-    learning = shape.layers if learning is None else learning
+    learning = models.learning_layers
     # One layer more than are kept: its gradients. With checkpoints a CPU's heap keeps what several of them freed.
-    layers = layer * ((5 if fused else 3) if gradient_checkpointing else learning + 1)
-    kept = learning * shape.hidden * wide * gradient_checkpointing
+    layers = layer * ((5 if fused else 3) if models.gradient_checkpointing else learning + 1)
+    kept = learning * shape.hidden * wide * models.gradient_checkpointing
     row = shape.vocabulary * wide // tensor
-    logits = min(logits_rows(row, gpu), tokens) * row
+    logits = min(logits_rows(row, split.gpu), tokens) * row
     return tokens * (layers + kept + 3 * shape.hidden * wide) + 3 * logits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trivium.foundation.errors import ConfigError
 from trivium.models.backbone.shape import shape_of
 from trivium.models.weights.quantized import QuantizedLinear
 from trivium.models.weights.section import has_library, refusal
-from trivium.planning.model_memory import memory_plan
+from trivium.planning.model_memory import Adapter, TrainedModels, memory_plan
 from trivium.planning.model_shape import FEW_BITS
 from trivium.training.engine import TorchTrainEngine
 
@@ -67,8 +68,8 @@ def test_the_plan_counts_few_bits() -> None:
     rest = shape.parameters - linear
     assert shape.num_bytes(2, FEW_BITS["nf4"]) == linear // 2 + linear // 64 * 4 + rest * 2
     assert shape.num_bytes(2, FEW_BITS["int8"]) == linear + linear // 256 * 4 + rest * 2
-    how: dict[str, Any] = {"tokens": 64, "adapter_rank": 4, "dtype": "bfloat16", "frozen": {"teacher": shape}}
-    plans = {name: memory_plan(shape, frozen_dtype=name, **how) for name in ("bfloat16", "int8", "nf4")}
+    models = TrainedModels(shape, frozen={"teacher": shape}, adapter=Adapter(4), dtype="bfloat16")
+    plans = {name: memory_plan(replace(models, frozen_dtype=name), 64) for name in ("bfloat16", "int8", "nf4")}
     for item in ("policy weights", "teacher weights"):
         assert plans["bfloat16"][item] > plans["int8"][item] > plans["nf4"][item]
     assert plans["nf4"]["dequantized"] == 2 * 64 * 128 * 2

@@ -18,8 +18,8 @@ from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discri
 from trivium.models.heads.trained_models import LanguageModel
 from trivium.models.heads.vocabulary_part import VocabularyPart
 from trivium.models.weights.filling import local_part
-from trivium.planning.model_memory import memory_plan
-from trivium.planning.parallel import EXPERT_MODELS, TENSOR_MODELS
+from trivium.planning.model_memory import SplitModels, TrainedModels, memory_plan
+from trivium.planning.parallel import EXPERT_MODELS, TENSOR_MODELS, ParallelConfig
 from trivium.training import optim
 from trivium.training.batching import count
 from trivium.training.distributed.ranks import ALONE, Ranks, join_ranks
@@ -161,7 +161,8 @@ def part_of(engine: TorchTrainEngine) -> float:
 def planned_part(model_dir: Path, size: int, *, shard: int = 0, **parallel: int) -> float:
     """The part of the policy's parameters that the memory plan expects on each of `size` ranks."""
     shape = read_shape(model_dir)
-    return memory_plan(shape, tokens=1, shards=shard or size, **parallel)["policy weights"] / 4 / shape.parameters
+    split = SplitModels(shard or size, ParallelConfig(**parallel))
+    return memory_plan(TrainedModels(shape), 1, split)["policy weights"] / 4 / shape.parameters
 
 
 def hybrids_on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from trivium.planning.choices import MIB
 from trivium.planning.machine import Machine, host_memory
 from trivium.planning.machine_file import read_machine
 from trivium.planning.memory_estimate import Lengths, TaskTokens
-from trivium.planning.model_memory import engine_memory, memory_plan
+from trivium.planning.model_memory import Adapter, SplitModels, TrainedModels, engine_memory, memory_plan
 from trivium.planning.model_shape import FEW_BITS, ModelShape
 from trivium.planning.plan import plan_run, refuse_too_large, with_choices
 from trivium.text.tiny import TinyModel, tiny_tokenizer
@@ -260,15 +261,15 @@ class TestCounts:
 class TestEstimate:
     def test_what_is_held_is_four_times_the_weights(self) -> None:
         shape = shape_of(QWEN_1B5)
-        items = memory_plan(shape, tokens=1024)
+        items = memory_plan(TrainedModels(shape), 1024)
         held = sum(number for name, number in items.items() if name.startswith("policy"))
         assert held == 16 * shape.parameters
-        wide = memory_plan(shape, tokens=1024, dtype="float64")
+        wide = memory_plan(TrainedModels(shape, dtype="float64"), 1024)
         assert wide["policy optimizer"] == 2 * items["policy optimizer"]
 
     def test_ranks_share_what_is_held_and_gather_what_computes(self) -> None:
         shape = shape_of(QWEN_1B5)
-        alone, four = (memory_plan(shape, tokens=1024, shards=shards) for shards in (1, 4))
+        alone, four = (memory_plan(TrainedModels(shape), 1024, SplitModels(shards)) for shards in (1, 4))
         assert all(four[name] == alone[name] // 4 for name in alone if name.startswith("policy"))
         assert four["activations"] == alone["activations"]
         assert "gathered" not in alone
@@ -276,39 +277,39 @@ class TestEstimate:
 
     def test_a_critic_and_a_reference_come_on_top(self) -> None:
         shape = shape_of(QWEN_1B5)
-        items = memory_plan(shape, trained=("critic", "policy"), frozen={"reference": shape}, tokens=1024)
+        items = memory_plan(TrainedModels(shape, ("critic", "policy"), {"reference": shape}), 1024)
         assert items["critic weights"] == 4 * (shape.backbone + shape.hidden)
         assert items["reference weights"] == items["policy weights"]
         assert "reference gradients" not in items
 
     def test_an_adapter_trains_little(self) -> None:
         shape = shape_of(QWEN_1B5)
-        full, adapted = (memory_plan(shape, tokens=1024, adapter_rank=rank) for rank in (0, 16))
+        full, adapted = (memory_plan(TrainedModels(shape, adapter=a), 1024) for a in (None, Adapter(16)))
         assert adapted["policy optimizer"] == 8 * shape.adapter(16) < full["policy optimizer"] / 50
         assert adapted["policy weights"] - full["policy weights"] == 4 * shape.adapter(16)
-        upper = memory_plan(shape, tokens=1024, adapter_rank=16, adapted_layers=7)
+        upper = memory_plan(TrainedModels(shape, adapter=Adapter(16, 7)), 1024)
         assert upper["policy optimizer"] * 4 == adapted["policy optimizer"]
         assert 0.25 < upper["activations"] / adapted["activations"] < 0.4
-        beside = memory_plan(shape, tokens=1024, adapter_rank=16, adapted_layers=7, trained=("policy", "critic"))
+        beside = memory_plan(TrainedModels(shape, ("policy", "critic"), adapter=Adapter(16, 7)), 1024)
         assert beside["activations"] == adapted["activations"]
 
     def test_a_base_in_bfloat16_takes_half(self) -> None:
         shape = shape_of(QWEN_1B5)
-        how: dict[str, Any] = {"tokens": 1024, "dtype": "bfloat16", "adapter_rank": 16}
-        wide, narrow = (memory_plan(shape, **how, frozen_dtype=name) for name in ("float32", "bfloat16"))
+        models = TrainedModels(shape, adapter=Adapter(16), dtype="bfloat16")
+        wide, narrow = (memory_plan(replace(models, frozen_dtype=name), 1024) for name in ("float32", "bfloat16"))
         assert wide["policy weights"] - narrow["policy weights"] == 2 * shape.parameters
         assert narrow["policy optimizer"] == wide["policy optimizer"]
         assert narrow["float32 head"] == 4 * shape.embedding
         assert "gathered" not in narrow  # autocast has nothing to cast
         assert "gathered" in wide
-        full = memory_plan(shape, frozen={"reference": shape}, tokens=1024, frozen_dtype="bfloat16")
+        full = memory_plan(TrainedModels(shape, frozen={"reference": shape}, frozen_dtype="bfloat16"), 1024)
         assert full["policy weights"] == 2 * full["reference weights"] == 4 * shape.parameters
 
     def test_activations_grow_with_tokens_and_shrink_with_checkpoints_and_bfloat16(self) -> None:
         shape = shape_of(QWEN_1B5)
 
         def of(tokens: int, **how: Any) -> int:
-            return memory_plan(shape, tokens=tokens, gpu=2**36, **how)["activations"]
+            return memory_plan(TrainedModels(shape, **how), tokens, SplitModels(gpu=2**36))["activations"]
 
         assert 1.8 < of(16384) / of(8192) < 2.1
         assert of(16384, gradient_checkpointing=True) < of(16384) / 4
@@ -353,7 +354,7 @@ class TestEstimate:
         config.save_pretrained(tmp_path)
         Forked("step", tmp_path / "step.out", measured, tmp_path, how, rows, length).ended()
         grown = int((tmp_path / "grown").read_text())
-        items = memory_plan(read_shape(tmp_path), tokens=rows * length, **how)
+        items = memory_plan(TrainedModels(read_shape(tmp_path), **how), rows * length)
         assert 0.6 < sum(items.values()) / grown < 1.7, (grown, items)
 
     @pytest.mark.parametrize(("device", "rows", "prompt"), [("cuda", 16, 256), ("cpu", 8, 1024)])

@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
 from trivium.models.backbone.shape import shape_of
 from trivium.planning.machine import Machine
-from trivium.planning.model_memory import activations, memory_plan
+from trivium.planning.model_memory import SplitModels, TrainedModels, memory_plan
 from trivium.planning.model_shape import ModelShape
 from trivium.planning.parallel import (
     EXPERT_MODELS,
@@ -132,7 +132,8 @@ def test_the_plan_divides_the_activations_that_transformers_splits(kind: str) ->
     assert (kind not in WHOLE_WEIGHTS) == ("layers.*.self_attn.q_proj" in splits)
     assert (kind not in WHOLE_EXPERTS) == any(name.endswith("down_proj") for name in splits)
     shape = replace(MIXTURE if kind in EXPERT_MODELS else DENSE, kind=kind, mlp=960)
-    whole, half = (activations(shape, 100, "float32", False, tensor=tensor) for tensor in (1, 2))
+    split = (SplitModels(parallel=ParallelConfig(tensor=tensor), gpu=2**30) for tensor in (1, 2))  # no fused layers
+    whole, half = (memory_plan(TrainedModels(shape), 100, each)["activations"] for each in split)
     attention = (4 * shape.query + 8 * shape.key) * 4 * 100 * (shape.layers + 1)
     experts = 4 * shape.mlp * shape.active_experts * 4 * 100 * (shape.layers + 1)
     logits = 3 * 100 * shape.vocabulary * 4
@@ -159,7 +160,7 @@ def test_the_plan_holds_whole_what_transformers_leaves_whole(
     own = computed_block(shape, **split)
     rest = shape.hidden * 6 + 2 * shape.hidden + 2 * shape.head_dim  # the router and the norms
     assert own == (rest // split["tensor"] + attention * dense, all_experts * experts)
-    items = memory_plan(shape, tokens=1, shards=shards, **split)
+    items = memory_plan(TrainedModels(shape), 1, SplitModels(shards, ParallelConfig(**split)))
     embedding = shape.embedding * 4 // split["tensor"] * 2
     assert items["gathered"] == 2 * 2 * sum(own) * 4 + embedding
     copies = (dense * split["tensor"] - 1) * attention * (split["tensor"] > 1) + all_experts * (own[1] == all_experts)
