@@ -12,6 +12,7 @@ from trivium.algorithms.losses.base import PolicyInputs
 from trivium.algorithms.losses.distillation import distill, distill_student_top_k, distill_top_k
 from trivium.foundation.errors import DataError
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, top_k_log_probs
+from trivium.models.heads.vocabulary_part import OutputLayer
 
 V = 7
 DIRECTIONS = ("forward", "reverse", "jsd")
@@ -153,8 +154,8 @@ def test_who_agrees_with_the_teacher_stays_exactly_where_it_is(direction: str, k
     hidden, weight = torch.randn(9, 4, generator=generator), torch.randn(V, 4, generator=generator)
     targets = torch.randint(0, V, (9,), generator=generator)
     inputs = (hidden.requires_grad_(True), weight.requires_grad_(True))
-    ids, top = top_k_log_probs(hidden, weight, None, k)
-    log_prob, _ = log_prob_and_entropy(hidden, weight, None, torch.cat([targets[:, None], ids], 1))
+    ids, top = top_k_log_probs(hidden, OutputLayer(weight), k)
+    log_prob, _ = log_prob_and_entropy(hidden, OutputLayer(weight), torch.cat([targets[:, None], ids], 1))
     mask = torch.ones(1, 9, dtype=torch.bool)
     x = policy_inputs(
         log_prob[None, :, 0],

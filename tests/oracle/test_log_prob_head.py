@@ -5,6 +5,7 @@ import torch
 
 from trivium.models.heads import log_prob_head
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
+from trivium.models.heads.vocabulary_part import OutputLayer
 from trivium.models.precision import product
 from trivium.planning import choices
 
@@ -46,7 +47,7 @@ def test_values_and_gradients(temperature, bias, entropy_grad):
         return log_prob, entropy, torch.autograd.grad(loss, inputs)
 
     found = gradients(
-        lambda: log_prob_and_entropy(hidden, weight, b, targets, temperature=temperature, entropy_grad=entropy_grad)
+        lambda: log_prob_and_entropy(hidden, OutputLayer(weight, b, temperature), targets, entropy_grad=entropy_grad)
     )
     expected = gradients(lambda: plain(hidden, weight, b, targets, temperature))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -61,7 +62,7 @@ def test_a_frozen_output_layer_computes_its_logits_once(temperature, bias, monke
     scale = torch.linspace(-2, 3, N, dtype=torch.float64)
     rows = []
     monkeypatch.setattr(log_prob_head, "product", lambda a, *given: rows.append(len(a)) or product(a, *given))
-    log_prob, entropy = log_prob_and_entropy(hidden, weight, b, targets, temperature=temperature)
+    log_prob, entropy = log_prob_and_entropy(hidden, OutputLayer(weight, b, temperature), targets)
     found = log_prob, entropy, *torch.autograd.grad(log_prob @ scale, hidden)
     assert sum(rows) == N
     log_prob, entropy = plain(hidden, weight, b, targets, temperature)
@@ -72,7 +73,7 @@ def test_a_frozen_output_layer_computes_its_logits_once(temperature, bias, monke
 def test_finite_differences():
     hidden, weight, bias, targets = tensors()
     assert torch.autograd.gradcheck(
-        lambda h, w, b: log_prob_and_entropy(h, w, b, targets, temperature=0.7, entropy_grad=True),
+        lambda h, w, b: log_prob_and_entropy(h, OutputLayer(w, b, 0.7), targets, entropy_grad=True),
         (hidden, weight, bias),
     )
 
@@ -85,14 +86,14 @@ def test_tied_weight_collects_both_gradients():
         log_prob, entropy = head(weight[tokens].tanh())
         return torch.autograd.grad((log_prob * 2 - entropy).sum(), weight)
 
-    found = gradient(lambda h: log_prob_and_entropy(h, weight, None, targets, entropy_grad=True))
+    found = gradient(lambda h: log_prob_and_entropy(h, OutputLayer(weight), targets, entropy_grad=True))
     torch.testing.assert_close(found, gradient(lambda h: plain(h, weight, None, targets, 1.0)), rtol=1e-12, atol=1e-12)
 
 
 def test_low_precision_hidden_states_meet_a_full_precision_head():
     hidden, weight, bias, targets = (t.detach() if t.is_floating_point() else t for t in tensors())
     low = hidden.to(torch.bfloat16).requires_grad_()
-    log_prob, _ = log_prob_and_entropy(low, weight.float(), bias.float(), targets)
+    log_prob, _ = log_prob_and_entropy(low, OutputLayer(weight.float(), bias.float()), targets)
     expected, _ = plain(low.detach().double(), weight, bias, targets, 1.0)
     torch.testing.assert_close(log_prob.double(), expected, rtol=1e-6, atol=1e-6)
     log_prob.sum().backward()
@@ -102,7 +103,7 @@ def test_low_precision_hidden_states_meet_a_full_precision_head():
 
 def test_frozen_weight_gets_no_gradient():
     hidden, weight, bias, targets = tensors()
-    log_prob, _ = log_prob_and_entropy(hidden, weight.detach(), bias.detach(), targets)
+    log_prob, _ = log_prob_and_entropy(hidden, OutputLayer(weight.detach(), bias.detach()), targets)
     log_prob.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
@@ -110,7 +111,7 @@ def test_frozen_weight_gets_no_gradient():
 
 def test_no_tokens():
     hidden, weight, bias, _ = tensors()
-    log_prob, entropy = log_prob_and_entropy(hidden[:0], weight, bias, torch.empty(0, dtype=torch.int64))
+    log_prob, entropy = log_prob_and_entropy(hidden[:0], OutputLayer(weight, bias), torch.empty(0, dtype=torch.int64))
     log_prob.sum().backward()
     assert log_prob.shape == entropy.shape == (0,)
     assert not weight.grad.any()
@@ -118,7 +119,7 @@ def test_no_tokens():
 
 def test_large_logits_do_not_overflow():
     hidden, weight, bias, targets = tensors()
-    found = log_prob_and_entropy(hidden * 1e4, weight, bias, targets)
+    found = log_prob_and_entropy(hidden * 1e4, OutputLayer(weight, bias), targets)
     torch.testing.assert_close(found, plain(hidden * 1e4, weight, bias, targets, 1.0))
 
 
@@ -151,14 +152,14 @@ def test_candidates_have_the_values_and_gradients_of_a_dense_softmax(temperature
         loss = (log_prob * scale).sum() + (entropy.square().sum() if entropy_grad else 0)
         return log_prob, entropy, torch.autograd.grad(loss, inputs)
 
-    found = log_prob_and_entropy(hidden, weight, b, several, temperature=temperature, entropy_grad=entropy_grad)
+    found = log_prob_and_entropy(hidden, OutputLayer(weight, b, temperature), several, entropy_grad=entropy_grad)
     torch.testing.assert_close(gradients(*found), gradients(*dense()), rtol=1e-12, atol=1e-12)
 
 
 def test_candidates_agree_with_finite_differences():
     hidden, weight, bias, _ = tensors()
     assert torch.autograd.gradcheck(
-        lambda h, w, b: log_prob_and_entropy(h, w, b, candidates(), temperature=0.7, entropy_grad=True),
+        lambda h, w, b: log_prob_and_entropy(h, OutputLayer(w, b, 0.7), candidates(), entropy_grad=True),
         (hidden, weight, bias),
     )
 
@@ -169,7 +170,7 @@ def test_one_target_in_a_column_has_the_bits_of_one_target():
     scale = torch.linspace(-2, 3, N)
 
     def bits(shape):
-        log_prob, entropy = log_prob_and_entropy(hidden, weight, bias, targets.view(shape), temperature=0.9)
+        log_prob, entropy = log_prob_and_entropy(hidden, OutputLayer(weight, bias, 0.9), targets.view(shape))
         return log_prob.flatten(), entropy, *torch.autograd.grad((log_prob.flatten() * scale).sum(), (hidden, weight))
 
     assert all(torch.equal(a, b) for a, b in zip(bits((N,)), bits((N, 1)), strict=True))
@@ -178,19 +179,19 @@ def test_one_target_in_a_column_has_the_bits_of_one_target():
 def test_sum_pi_squared_and_the_likeliest_tokens():
     hidden, weight, bias, _ = tensors()
     log_p = ((hidden @ weight.T + bias) / 0.6).log_softmax(-1).detach()
-    found = sum_pi_squared(hidden, weight, bias, temperature=0.6)
+    found = sum_pi_squared(hidden, OutputLayer(weight, bias, 0.6))
     torch.testing.assert_close(found, log_p.exp().square().sum(-1), rtol=1e-12, atol=1e-12)
     entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
     expected = (log_p.exp() * (log_p.exp() * (entropy + log_p))).sum(-1)
     torch.testing.assert_close(
-        mean_discriminant(hidden, weight, bias, temperature=0.6), expected, rtol=1e-9, atol=1e-12
+        mean_discriminant(hidden, OutputLayer(weight, bias, 0.6)), expected, rtol=1e-9, atol=1e-12
     )
     for k in (1, 4, V):
-        ids, values = top_k_log_probs(hidden, weight, bias, k, temperature=0.6)
+        ids, values = top_k_log_probs(hidden, OutputLayer(weight, bias, 0.6), k)
         torch.testing.assert_close(values, log_p.topk(k).values, rtol=1e-12, atol=1e-12)
         assert torch.equal(ids, log_p.topk(k).indices)
         assert not values.requires_grad
     assert not found.requires_grad
-    nothing = top_k_log_probs(hidden[:0], weight, bias, 4)
+    nothing = top_k_log_probs(hidden[:0], OutputLayer(weight, bias), 4)
     assert [t.shape for t in nothing] == [(0, 4), (0, 4)]
-    assert sum_pi_squared(hidden[:0], weight, bias).shape == (0,)
+    assert sum_pi_squared(hidden[:0], OutputLayer(weight, bias)).shape == (0,)

@@ -13,6 +13,7 @@ from training_parts import make_engine, write_model
 
 from trivium.foundation.errors import ConfigError
 from trivium.models.heads.log_prob_head import log_prob_and_entropy
+from trivium.models.heads.vocabulary_part import OutputLayer
 from trivium.models.precision import parts_of, precision_of, product, set_matmul_precision, use_in
 from trivium.planning import choices
 from trivium.planning.machine import Machine
@@ -59,10 +60,9 @@ def test_log_probs_and_gradients_of_the_head(entropy_grad: bool, monkeypatch: py
     results: dict[str, list[torch.Tensor]] = {}
     for name, dtype in (("exact", torch.float64), ("float32", torch.float32), (X3, torch.float32)):
         inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
-        how: dict[str, Any] = {"entropy_grad": entropy_grad, "temperature": 0.7}
         states, output, added = inputs
-        how["precision"] = "float32" if name == "exact" else name
-        log_prob, entropy = log_prob_and_entropy(states, output, added, targets, **how)
+        layer = OutputLayer(output, added, 0.7, precision="float32" if name == "exact" else name)
+        log_prob, entropy = log_prob_and_entropy(states, layer, targets, entropy_grad=entropy_grad)
         scale = torch.linspace(-2, 3, N, dtype=dtype)
         loss = (scale * log_prob).sum() + (entropy.sum() if entropy_grad else 0)
         results[name] = [log_prob.detach(), entropy.detach(), *torch.autograd.grad(loss, inputs)]
@@ -78,7 +78,7 @@ def test_a_bfloat16_head_is_the_float32_head_of_rounded_factors() -> None:
     results: list[list[torch.Tensor]] = []
     for convert, precision in ((lambda x: x.bfloat16().double(), "float32"), (lambda x: x, "bfloat16")):
         states, output = (convert(x).requires_grad_() for x in (hidden, weight))
-        log_prob, entropy = log_prob_and_entropy(states, output, None, targets, precision=precision)
+        log_prob, entropy = log_prob_and_entropy(states, OutputLayer(output, precision=precision), targets)
         results.append([log_prob.detach(), entropy, *torch.autograd.grad(log_prob.sum(), [states, output])])
     for exact, actual, bound in zip(*results, (1e-5, 1e-5, 2.0**-7, 2.0**-7), strict=True):
         assert actual.dtype == torch.float32

@@ -19,6 +19,7 @@ from trivium.engines.torch.sampling import Kept
 from trivium.foundation.errors import DataError
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared
+from trivium.models.heads.vocabulary_part import OutputLayer
 from trivium.types import Batch, Experience, Group, StopReason, Turn, experiences_of
 
 PROMPT = np.arange(5, 20, dtype=np.int32)
@@ -126,7 +127,7 @@ def test_the_head_over_sets_is_the_softmax_over_them(entropy_grad: bool) -> None
     assert torch.equal(sets.select(chosen).left_out(slice(0, 4), size), ~kept[chosen])
 
     log_prob, entropy = log_prob_and_entropy(
-        hidden, weight, bias, targets, temperature=0.7, entropy_grad=entropy_grad, kept=sets
+        hidden, OutputLayer(weight, bias, 0.7), targets, entropy_grad=entropy_grad, kept=sets
     )
     log_p = ((hidden @ weight.T + bias) / 0.7).masked_fill(~kept, -torch.inf).log_softmax(1)
     p, finite = log_p.exp(), log_p.masked_fill(~kept, 0.0)
@@ -139,9 +140,9 @@ def test_the_head_over_sets_is_the_softmax_over_them(entropy_grad: bool) -> None
         for pair in ((log_prob, entropy if entropy_grad else entropy.detach()), expected)
     )
     torch.testing.assert_close(gradients, slow)
-    squares = sum_pi_squared(hidden, weight, bias, temperature=0.7, kept=sets)
+    squares = sum_pi_squared(hidden, OutputLayer(weight, bias, 0.7), kept=sets)
     torch.testing.assert_close(squares, (p * p).sum(1))
-    mean = mean_discriminant(hidden, weight, bias, temperature=0.7, kept=sets)
+    mean = mean_discriminant(hidden, OutputLayer(weight, bias, 0.7), kept=sets)
     torch.testing.assert_close(mean, (p * p * (expected[1][:, None] + finite)).sum(1))
 
 

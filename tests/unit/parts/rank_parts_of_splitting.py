@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 from trivium.models.heads.trained_models import LanguageModel
-from trivium.models.heads.vocabulary_part import VocabularyPart
+from trivium.models.heads.vocabulary_part import OutputLayer, VocabularyPart
 from trivium.models.weights.filling import local_part
 from trivium.planning.model_memory import SplitModels, TrainedModels, memory_plan
 from trivium.planning.parallel import EXPERT_MODELS, TENSOR_MODELS, ParallelConfig
@@ -194,19 +194,20 @@ def head_numbers(part: VocabularyPart, size: int, kept: KeptSets | None) -> dict
     draw = torch.Generator().manual_seed(0)
     states, weight, bias = (torch.randn(s, generator=draw, dtype=torch.float64) for s in ((6, 4), (TOKENS, 4), TOKENS))
     states.requires_grad_()
-    layer = states, weight[part.first :][:size], bias[part.first :][:size]
+    weight, bias = weight[part.first :][:size], bias[part.first :][:size]
+    layer = OutputLayer(weight, bias, 0.7, part=part)
     targets = torch.tensor([[0, 1], [5, 5], [3, 0], [6, 7], [2, 6], [1, 4]])
-    log_prob, entropy = log_prob_and_entropy(*layer, targets, temperature=0.7, entropy_grad=True, kept=kept, part=part)
+    log_prob, entropy = log_prob_and_entropy(states, layer, targets, entropy_grad=True, kept=kept)
     chosen = log_prob[:, :1] if kept is not None else log_prob  # the second target may be excluded
     (chosen.sum(1) * torch.arange(6) + 2 * entropy).sum().backward()
-    ids, top = top_k_log_probs(*layer, 5, part=part)
+    ids, top = top_k_log_probs(states, replace(layer, temperature=1.0), 5)
     assert states.grad is not None
     return {
         "log_prob": chosen.detach(),
         "entropy": entropy.detach(),
         "gradient": states.grad,
-        "sum_pi_squared": sum_pi_squared(*layer, temperature=0.7, kept=kept, part=part),
-        "mean_discriminant": mean_discriminant(*layer, temperature=0.7, kept=kept, part=part),
+        "sum_pi_squared": sum_pi_squared(states, layer, kept=kept),
+        "mean_discriminant": mean_discriminant(states, layer, kept=kept),
         "ids": ids,
         "top": top,
     }

@@ -18,78 +18,55 @@ from torch.autograd.function import once_differentiable
 
 from trivium.models.cpu.linear import AutogradContext
 from trivium.models.heads.kept import KeptSets
-from trivium.models.heads.vocabulary_part import WHOLE, VocabularyPart
+from trivium.models.heads.vocabulary_part import OutputLayer, VocabularyPart
 from trivium.models.precision import Parts, parts_of, product, product_of
 from trivium.planning.choices import logits_rows
 
 
 def log_prob_and_entropy(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    layer: OutputLayer,
     targets: torch.Tensor,
     *,
-    temperature: float = 1.0,
     entropy_grad: bool = False,
     kept: KeptSets | None = None,
-    precision: str = "float32",
-    part: VocabularyPart = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log_prob, entropy) in the dtype of `weight`, of softmax((hidden @ weight.T + bias) / temperature).
+    """(log_prob, entropy) in the dtype of the layer, of the softmax of its logits.
 
-    `hidden` (N, H), `weight` (V, H) in float32 or float64, `bias` (V,), `targets` int64: (N,) one token id each, or
-    (N, M) several, which may repeat. `log_prob` has the shape of `targets`, `entropy` is (N,) and has a gradient only
-    with `entropy_grad`. `kept` restricts the distribution of each token to its candidate set. The arithmetic has the
-    type of `weight`; its products have the `precision` (`trivium.models.precision`). With a `part` of the vocabulary,
-    `weight` and `bias` are those of its tokens; the results are those of the whole, on every rank, and so is the
-    gradient of `hidden`.
+    `hidden` (N, H), `targets` int64: (N,) one token id each, or (N, M) several, which may repeat. `log_prob` has the
+    shape of `targets`, `entropy` is (N,) and has a gradient only with `entropy_grad`. `kept` restricts the distribution
+    of each token to its candidate set. With a part of the vocabulary, the results are those of the whole, on every
+    rank, and so is the gradient of `hidden`.
     """
     several = targets if targets.dim() == 2 else targets[:, None]
     log_prob, entropy = cast(
         tuple[torch.Tensor, torch.Tensor],
-        _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad, kept, precision, part),
+        # Autograd follows the tensors among the arguments only.
+        _Head.apply(hidden.to(layer.weight.dtype), layer.weight, layer.bias, several, layer, entropy_grad, kept),
     )
     return log_prob.view(targets.shape).clone(), entropy  # FSDP registers hooks on outputs, which must not be views
 
 
 @torch.no_grad()
-def sum_pi_squared(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    temperature: float = 1.0,
-    kept: KeptSets | None = None,
-    precision: str = "float32",
-    part: VocabularyPart = WHOLE,
-) -> torch.Tensor:
+def sum_pi_squared(hidden: torch.Tensor, layer: OutputLayer, *, kept: KeptSets | None = None) -> torch.Tensor:
     """(N,) without gradient: the sum over the vocabulary of the squared probabilities; arguments as above."""
-    hidden = hidden.to(weight.dtype)
+    hidden, part = hidden.to(layer.weight.dtype), layer.part
     squares = hidden.new_empty(len(hidden))
-    for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, kept, precision, part):
+    for rows, logits, _ in _chunked_logits(hidden, layer, kept):
         p = logits.sub_(part.log_norm(logits)[:, None]).exp_()
         squares[rows] = torch.linalg.vecdot(p, p)
     return part.sum(squares)
 
 
 @torch.no_grad()
-def mean_discriminant(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    temperature: float = 1.0,
-    kept: KeptSets | None = None,
-    precision: str = "float32",
-    part: VocabularyPart = WHOLE,
-) -> torch.Tensor:
+def mean_discriminant(hidden: torch.Tensor, layer: OutputLayer, *, kept: KeptSets | None = None) -> torch.Tensor:
     """(N,) without gradient: the sum over the vocabulary of p^2 (entropy + log p); arguments as above.
 
     This is the mean of p (entropy + log p) under the policy: how strongly a token's logit changes the entropy.
     """
-    hidden = hidden.to(weight.dtype)
+    hidden, part = hidden.to(layer.weight.dtype), layer.part
     squares, cubic, entropy = hidden.new_empty(3, len(hidden))
-    for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision, part):
+    for rows, logits, left_out in _chunked_logits(hidden, layer, kept):
         log_p = logits.sub_(part.log_norm(logits)[:, None])
         p = log_p.exp()
         _zero(log_p, left_out)
@@ -99,20 +76,11 @@ def mean_discriminant(
 
 
 @torch.no_grad()
-def top_k_log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    k: int,
-    *,
-    temperature: float = 1.0,
-    precision: str = "float32",
-    part: VocabularyPart = WHOLE,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def top_k_log_probs(hidden: torch.Tensor, layer: OutputLayer, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids int64, log_prob), each (N, k), without gradient: the k most probable tokens, in descending order."""
-    hidden = hidden.to(weight.dtype)
+    hidden, part = hidden.to(layer.weight.dtype), layer.part
     ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
-    for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, None, precision, part):
+    for rows, logits, _ in _chunked_logits(hidden, layer, None):
         own = logits.topk(min(k, logits.shape[1]), dim=1)
         values, tokens = part.gather(own.values), part.gather(own.indices + part.first)
         top = values.topk(k, dim=1)
@@ -128,25 +96,19 @@ def _chunks(rows: int, weight: torch.Tensor) -> Iterator[slice]:
 
 
 def _chunked_logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: float,
-    kept: KeptSets | None,
-    precision: str,
-    part: VocabularyPart,
-    parts: Parts | None = None,
+    hidden: torch.Tensor, layer: OutputLayer, kept: KeptSets | None, parts: Parts | None = None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
     """Yields (rows, logits of these rows, mask of the tokens that were not kept) for each chunk. The logits of masked
-    tokens are -inf. The caller may overwrite the logits. `parts` are `parts_of(weight, precision)`."""
-    parts = parts_of(weight, precision) if parts is None else parts
-    for rows in _chunks(len(hidden), weight):
-        logits = product(hidden[rows], parts, precision)
-        if bias is not None:
-            logits += bias
-        if temperature != 1.0:
-            logits.div_(temperature)
-        left_out = None if kept is None else kept.left_out(rows, logits.shape[1], part)
+    tokens are -inf. The caller may overwrite the logits. `parts` are those of the layer's weight
+    (`parts_of`)."""
+    parts = parts_of(layer.weight, layer.precision) if parts is None else parts
+    for rows in _chunks(len(hidden), layer.weight):
+        logits = product(hidden[rows], parts, layer.precision)
+        if layer.bias is not None:
+            logits += layer.bias
+        if layer.temperature != 1.0:
+            logits.div_(layer.temperature)
+        left_out = None if kept is None else kept.left_out(rows, logits.shape[1], layer.part)
         if left_out is not None:
             logits.masked_fill_(left_out, -torch.inf)
         yield rows, logits, left_out
@@ -178,12 +140,11 @@ class _Head(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        temperature: float,
+        layer: OutputLayer,
         entropy_grad: bool,
         kept: KeptSets | None,
-        precision: str,
-        part: VocabularyPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        temperature, precision, part = layer.temperature, layer.precision, layer.part
         log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
         log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
         places, own = part.own(targets, len(weight))
@@ -195,7 +156,7 @@ class _Head(torch.autograd.Function):
         slope = torch.empty_like(hidden) if is_linear and only_hidden else None
         parts = parts_of(weight, precision)
         transposed = tuple(each.T for each in parts)
-        for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision, part, parts):
+        for rows, logits, left_out in _chunked_logits(hidden, layer, kept, parts):
             norm = part.log_norm(logits)
             log_norm[rows] = norm
             logits -= norm[:, None]
@@ -223,7 +184,7 @@ class _Head(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         grad_log_prob, grad_entropy = grad_outputs
         if ctx.slope is not None:
-            return ctx.slope * grad_log_prob, *[None] * 8
+            return ctx.slope * grad_log_prob, *[None] * 6
         hidden, weight, bias, targets, log_norm, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -232,8 +193,8 @@ class _Head(torch.autograd.Function):
         parts, precision = parts_of(weight, ctx.precision), ctx.precision
         places, own = ctx.part.own(targets, len(weight))
         transposed = tuple(part.T for part in parts)
-        chunks = _chunked_logits(hidden, weight, bias, ctx.temperature, ctx.kept, precision, ctx.part, parts)
-        for rows, log_p, left_out in chunks:
+        layer = OutputLayer(weight, bias, ctx.temperature, precision, ctx.part)
+        for rows, log_p, left_out in _chunked_logits(hidden, layer, ctx.kept, parts):
             log_p.sub_(log_norm[rows, None])
             g = grad_log_prob[rows]
             total = g.sum(1, keepdim=True)
@@ -256,4 +217,4 @@ class _Head(torch.autograd.Function):
                 product_of(tuple(x.T for x in grads), tuple(x.T for x in states), precision, grad_weight)
         if grad_hidden is not None:
             ctx.part.sum(grad_hidden)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 6
+        return grad_hidden, grad_weight, grad_bias, *[None] * 4

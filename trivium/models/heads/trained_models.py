@@ -27,7 +27,7 @@ from trivium.models.cpu.linear import use_onednn
 from trivium.models.heads.kept import KeptSets
 from trivium.models.heads.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 from trivium.models.heads.value_head import ScaledLinear, folded_head, saved_head, value_head
-from trivium.models.heads.vocabulary_part import output_layer
+from trivium.models.heads.vocabulary_part import OutputLayer
 from trivium.models.vision.encoder import decoder_of
 from trivium.models.weights.filling import fill
 from trivium.models.weights.lora import base_state, inject
@@ -250,7 +250,8 @@ class LanguageModel(FilledModel):
         top_k: int = 0,
         kept: KeptSets | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weight, bias, part = output_layer(cast(nn.Linear, self.module.get_output_embeddings()), self.dtype)
+        output = cast(nn.Linear, self.module.get_output_embeddings())
+        layer = OutputLayer.of(output, self.dtype, self.temperature, self.head_precision)
         kept = None if kept is None else kept.select(states.mine)
         match what:
             case "log_prob":
@@ -259,37 +260,13 @@ class LanguageModel(FilledModel):
                     targets = torch.cat([targets[:, None], candidates], 1)
                 targets = targets[states.mine]
                 first, second = log_prob_and_entropy(
-                    states.values,
-                    weight,
-                    bias,
-                    targets,
-                    temperature=self.temperature,
-                    entropy_grad=entropy_grad,
-                    kept=kept,
-                    precision=self.head_precision,
-                    part=part,
+                    states.values, layer, targets, entropy_grad=entropy_grad, kept=kept
                 )
             case "top":
-                first, second = top_k_log_probs(
-                    states.values,
-                    weight,
-                    bias,
-                    top_k,
-                    temperature=self.temperature,
-                    precision=self.head_precision,
-                    part=part,
-                )
+                first, second = top_k_log_probs(states.values, layer, top_k)
             case "sum_pi_squared" | "mean_discriminant":
                 statistic = sum_pi_squared if what == "sum_pi_squared" else mean_discriminant
-                first = second = statistic(
-                    states.values,
-                    weight,
-                    bias,
-                    temperature=self.temperature,
-                    kept=kept,
-                    precision=self.head_precision,
-                    part=part,
-                )
+                first = second = statistic(states.values, layer, kept=kept)
             case _:
                 raise TriviumError(f"{what!r} of a language model", "no such number", "see LanguageModel.forward")
         return states.gather(first), states.gather(second)

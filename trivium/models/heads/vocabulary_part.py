@@ -1,4 +1,4 @@
-"""The part of the vocabulary whose logits a rank computes, if ranks split the output layer (tensor parallelism).
+"""The output layer, and the part of its vocabulary that a rank computes if ranks split it (tensor parallelism).
 
 Each rank reduces its logits to a few numbers for each token. A sum over the ranks then gives those of the whole
 vocabulary, so no rank holds a row of all logits.
@@ -9,6 +9,7 @@ Legend: N tokens, V tokens of the part, M targets of one token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -60,12 +61,27 @@ class VocabularyPart:
 WHOLE = VocabularyPart()
 
 
-def output_layer(layer: nn.Linear, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, VocabularyPart]:
-    """(weight, bias, part) of an output layer, in `dtype`; those of this rank if its vocabulary is split."""
-    weight, bias, part = layer.weight, layer.bias, WHOLE
-    if is_sharded(weight):
-        mesh = weight.device_mesh
-        own = weight.to_local()
-        part = VocabularyPart(mesh.get_local_rank() * len(own), mesh.get_group())
-        weight, bias = own, bias.to_local() if is_sharded(bias) else bias
-    return weight.to(dtype), None if bias is None else bias.to(dtype), part
+@dataclass(frozen=True, slots=True)
+class OutputLayer:
+    """The logits (hidden @ weight.T + bias) / temperature, or this rank's part of them."""
+
+    weight: torch.Tensor
+    """(V, H) in float32 or float64, the type of the arithmetic."""
+    bias: torch.Tensor | None = None
+    """(V,)"""
+    temperature: float = 1.0
+    precision: str = "float32"
+    """Of products (`trivium.models.precision`)."""
+    part: VocabularyPart = WHOLE
+    """The tokens that `weight` and `bias` belong to."""
+
+    @classmethod
+    def of(cls, layer: nn.Linear, dtype: torch.dtype, temperature: float, precision: str) -> Self:
+        """That of a model, in `dtype`."""
+        weight, bias, part = layer.weight, layer.bias, WHOLE
+        if is_sharded(weight):
+            mesh = weight.device_mesh
+            own = weight.to_local()
+            part = VocabularyPart(mesh.get_local_rank() * len(own), mesh.get_group())
+            weight, bias = own, bias.to_local() if is_sharded(bias) else bias
+        return cls(weight.to(dtype), None if bias is None else bias.to(dtype), temperature, precision, part)
