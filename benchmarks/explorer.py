@@ -28,7 +28,7 @@ from typing import Any
 
 from trivium.buffers.memory import MemoryBuffer
 from trivium.engines.scripted import ScriptedEngine
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.randomness import SampleKey
 from trivium.rewards.functions import Exact
 from trivium.rewards.judge import make_judge
@@ -58,7 +58,7 @@ async def explore(concurrent: int, waves: int, group_size: int, delay_s: float) 
     judge = make_judge([Exact.Config()])
     engine = scripted(delay_s)
     explorer = Explorer(
-        engine, RENDERER, SingleTurn(SingleTurn.Config()), judge, SAMPLING, engine.max_context, 60.0, concurrent
+        engine, RENDERER, SingleTurn(SingleTurn.Config()), judge, SAMPLING, RolloutLimits(60.0, concurrent)
     )
     with tempfile.TemporaryDirectory() as directory:
         buffer = MemoryBuffer(

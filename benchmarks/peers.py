@@ -44,7 +44,7 @@ from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import GRPO
 from trivium.config import RewardConfig
 from trivium.engines.torch.engine import TorchEngine
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.randomness import SampleKey
 from trivium.loops import train_step
 from trivium.models.backbone.shape import read_shape
@@ -102,9 +102,7 @@ class Ours:
             SingleTurn(SingleTurn.Config()),
             make_judge([RewardConfig(kind=f"{__file__}:variety")]),
             Sampling(args.new_tokens, min_new_tokens=args.new_tokens),
-            self.engine.max_context,
-            600.0,
-            4096,
+            RolloutLimits(600.0, 4096),
         )
         self.algorithm = build_algorithm(GRPO.configure({"kind": "grpo"}))
         self.train = TorchTrainEngine(

@@ -44,7 +44,7 @@ from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import GRPO
 from trivium.config import RewardConfig
 from trivium.engines.torch.engine import TorchEngine
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.randomness import SampleKey
 from trivium.loops import train_step
 from trivium.models.backbone.shape import read_shape
@@ -205,7 +205,7 @@ def measure_loop(model_dir: Path, sizes: Sizes) -> dict[str, float]:
     engines = [TorchEngine(config, model_dir=model_dir, **own) for _ in range(sizes["explorers"])]
     judge = make_judge([RewardConfig(kind=f"{__file__}:variety")])
     how, workflow = Sampling(tokens, min_new_tokens=tokens), SingleTurn(SingleTurn.Config())
-    explorers = [Explorer(engine, renderer, workflow, judge, how, 1024, 600.0, 4096) for engine in engines]
+    explorers = [Explorer(engine, renderer, workflow, judge, how, RolloutLimits(600.0, 4096)) for engine in engines]
     tasks = [Task(str(i), (Message("user", f"What is {17 * i + 3} plus {29 * i + 11}?"),)) for i in range(999)]
     trainer, algorithm = train_engine(model_dir), grpo()
     finished: list[Group] = []

@@ -17,7 +17,7 @@ from tests.waiting import until
 from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RewardConfig
 from trivium.engines.scripted import ScriptedEngine
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.randomness import uniforms
 from trivium.rewards.judge import make_judge
@@ -131,11 +131,8 @@ async def served(
         SingleTurn(SingleTurn.Config()),
         judge,
         Sampling(max_new_tokens, temperature),
-        babbler.max_context,
-        deadline_s,
-        64,
+        RolloutLimits(deadline_s, 64, min_members=min_members),
         NAME,
-        min_members=min_members,
     )
     schedule = Schedule(
         ServedTasks(ServedTasks.Config(kind="served"), name="train", seed=0),

@@ -24,7 +24,7 @@ from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.board import Board, MemoryBoard
 from trivium.foundation.errors import RoleFailed, VersionGone
 from trivium.foundation.metrics import depends_on_machine
@@ -322,9 +322,7 @@ class Session:
             self.workflow(number),
             make_judge(()),
             Sampling(8),
-            engine.max_context,
-            5.0,
-            max_concurrent=64,
+            RolloutLimits(5.0, max_concurrent=64),
             name=f"explorer-{number}",
             operators=tuple(self.operators),
         )

@@ -68,27 +68,14 @@ class Judge(Protocol):
         ...
 
 
-@dataclass
-class Explorer:
-    """Rolls out tasks with one engine. Its policy version is the engine's."""
+@dataclass(frozen=True)
+class RolloutLimits:
+    """The bounds of rollouts: those of `workflow` in the config."""
 
-    engine: RolloutEngine
-    renderer: Renderer
-    workflow: Workflow
-    judge: Judge
-    sampling: Sampling
-    max_context: int
     deadline_s: float
+    """Of one rollout and its rewards."""
     max_concurrent: int
-    name: str = "explorer-0"
-    greedy_baseline: bool = False
-    """Whether training rolls out each task once more at temperature 0."""
-    must_judge: bool = True
-    """Whether a trajectory without a reward counts as failed."""
-    operators: Sequence[Operator] = ()
-    """The experience pipeline, in order."""
-    in_flight: str = "finish"
-    """Whether completions in progress `finish` before new weights are loaded, or `update` (see `sync.in_flight`)."""
+    """Rollouts in progress at the same time."""
     max_retries: int = 0
     """How many times a trajectory is rolled out again after its workflow failed."""
     min_members: int = 1
@@ -98,30 +85,49 @@ class Explorer:
     groups."""
     failure_window: int = 16
     """Consecutive groups that `max_failed_fraction` is measured over."""
-    leased: int = field(default=0, init=False)
+
+
+@dataclass
+class SlotDemand:
+    """Whether an explorer finds slots for the version it holds, and what it requests from the trainer therefore."""
+
+    leased: int = 0
     """Slots leased since it adopted its version."""
-    idle: bool = field(default=False, init=False)
+    idle: bool = False
     """Whether it waits for a free slot."""
-    request: Literal["", "idle", "now"] = field(default="", init=False)
-    """Its current request to the trainer: none, weights when convenient (it is `idle`), or weights `now`."""
-    _counts: Counter[str] = field(default_factory=Counter[str], init=False)
-    """Groups, rollouts, failures and tokens since its last report."""
-    _counted_since: float = field(default_factory=time.monotonic, init=False)
-    _turns: Turns = field(init=False)
-    _generating: Busy = field(init=False)
-    _rewarding: Busy = field(init=False)
-    _in_progress: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
-    """The leases in order of their start, each with its group; None until the group is finished. A finished group stays
-    until all older ones have finished."""
-    _finished: deque[Group] = field(init=False)
-    """The last `failure_window` finished groups, in order of their start."""
-    _reported: set[tuple[str, str, str]] = field(default_factory=set[tuple[str, str, str]], init=False)
-    """The kinds of failure that have been logged."""
+    request: Literal["", "idle", "now"] = ""
+    """Its current request: none, weights when convenient (it is `idle`), or weights `now`."""
+
+    def adopted(self) -> None:
+        """Counts from a new version, which answers a request for weights `now`."""
+        self.leased, self.request = 0, "idle" if self.idle else ""
+
+
+@dataclass
+class Explorer:
+    """Rolls out tasks with one engine. Its policy version is the engine's."""
+
+    engine: RolloutEngine
+    renderer: Renderer
+    workflow: Workflow
+    judge: Judge
+    sampling: Sampling
+    limits: RolloutLimits
+    name: str = "explorer-0"
+    greedy_baseline: bool = False
+    """Whether training rolls out each task once more at temperature 0."""
+    must_judge: bool = True
+    """Whether a trajectory without a reward counts as failed."""
+    operators: Sequence[Operator] = ()
+    """The experience pipeline, in order."""
+    in_flight: str = "finish"
+    """Whether completions in progress `finish` before new weights are loaded, or `update` (see `sync.in_flight`)."""
+    demand: SlotDemand = field(default_factory=SlotDemand, init=False)
 
     def __post_init__(self) -> None:
-        self._generating, self._rewarding = Busy(self.name, "generate"), Busy(self.name, "reward")
-        self._turns = Turns(self.max_concurrent)
-        self._finished = deque(maxlen=self.failure_window)
+        self._work = _Work(self.name, self.limits.max_concurrent)
+        self._groups = _StartedGroups(self.limits)
+        self._failures = _Failures()
 
     @property
     def version(self) -> int:
@@ -131,27 +137,18 @@ class Explorer:
     @property
     def rollout_s(self) -> float:
         """The seconds of all rollouts so far, those in progress included."""
-        return self._generating.seconds
+        return self._work.generating.seconds
 
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; completions in flight finish first, or continue with it."""
         # A collective channel blocks the trainer until the weights are read. If completions must finish before the
         # load, the weights are first copied into memory, so that the trainer need not wait for the completions.
-        hold = capabilities_of(channel).collective and self.in_flight == "finish" and bool(self._in_progress)
+        hold = capabilities_of(channel).collective and self.in_flight == "finish" and bool(self._groups)
         weights = await asyncio.to_thread(_collected, channel, version, hold)  # may wait for the trainer
-        for each in (self._generating, self._rewarding):
-            each.cut()  # the timeline shows work before and after the load as separate spans
+        self._work.cut()
         with span(self.name, "load weights", version=version), activity(f"loading version {version}"):
             await self.engine.load(version, weights, in_flight=self.in_flight)
-        _log.info("%s holds version %d%s", self.name, version, self._report())
-
-    def _report(self) -> str:
-        """A text about the rollouts since the last report."""
-        counts, seconds = self._counts, time.monotonic() - self._counted_since
-        self._counts, self._counted_since = Counter(), time.monotonic()
-        rollouts = f"{counts['rollouts']} rollouts, {counts['failed']} of them failed"
-        pace = f"{counts['tokens'] / seconds:,.0f} tokens/s"
-        return f"; before: {counts['groups']} groups ({rollouts}), {pace}" if counts["groups"] else ""
+        _log.info("%s holds version %d%s", self.name, version, self._work.report())
 
     def refined(self, group: Group) -> Group:
         """The group after the experience pipeline, which ends at the first operator that drops it."""
@@ -169,7 +166,7 @@ class Explorer:
         at = schedule.at(lease.slot)
         keys = [schedule.key(at, index) for index in range(schedule.group_size)]
         greedy = schedule.key(at, schedule.group_size) if self.greedy_baseline else None
-        with self._counted(lease) as count:
+        with self._groups.started(lease) as finish:
             if lease.recorded is not None and self._can_judge_again(lease.recorded, at.task):
                 group = await self._judge_again(replace(lease.recorded, task=at.task))
             else:
@@ -177,35 +174,12 @@ class Explorer:
                     at.task, keys, slot=lease.slot, epoch=at.epoch, attempt=lease.attempt, greedy=greedy
                 )
             successful = len(group.alive)
-            if self.min_members > 1 and successful < self.min_members:
-                why = f"{successful} of {len(keys)} members succeeded, workflow.min_members is {self.min_members}"
+            if (needed := self.limits.min_members) > 1 and successful < needed:
+                why = f"{successful} of {len(keys)} members succeeded, workflow.min_members is {needed}"
                 group = group.refused(why)
-            count(group)
-        failed = sum(each.failure is not None for each in group.rollouts)
-        tokens = sum(each.num_tokens for each in group.rollouts)
-        self._counts.update(groups=1, rollouts=len(group.rollouts), failed=failed, tokens=tokens)
+            finish(group)
+        self._work.count(group)
         return self.refined(group)
-
-    @contextmanager
-    def _counted(self, lease: Lease) -> Generator[Callable[[Group], None]]:
-        """Tracks a group in progress. Failures are counted in the order in which groups were started, so that groups
-        that fail quickly do not outweigh slower ones that succeed."""
-        self._in_progress[lease] = None
-
-        def count(group: Group) -> None:
-            self._in_progress[lease] = group
-            while self._in_progress and (oldest := next(iter(self._in_progress.values()))) is not None:
-                del self._in_progress[next(iter(self._in_progress))]
-                self._finished.append(oldest)
-                if self.min_members > 1 and len(self._finished) == self.failure_window:
-                    what = f"{self.failure_window} groups in a row"
-                    check_failures(tuple(self._finished), self.max_failed_fraction, what)
-
-        try:
-            yield count
-        finally:
-            if self._in_progress.get(lease) is None:
-                self._in_progress.pop(lease, None)
 
     async def rollout(
         self,
@@ -231,7 +205,7 @@ class Explorer:
             specs.append((greedy, replace(sampling, temperature=0.0, extra=())))
         rollouts = await gather_or_cancel(self._rollout_one(task, key, how) for key, how in specs)
         # One deadline covers rollouts and rewards: the comparison gets the time that the longest rollout left.
-        left_s = self.deadline_s - max(seconds for _, seconds in rollouts)
+        left_s = self.limits.deadline_s - max(seconds for _, seconds in rollouts)
         trajectories = [trajectory for trajectory, _ in rollouts]
         parts = (trajectories,) if greedy is None else (trajectories[:-1], trajectories[-1:])
         members, *baseline = await gather_or_cancel(self._compared(task, part, left_s) for part in parts)
@@ -240,10 +214,10 @@ class Explorer:
 
     async def judge_rollouts(self, task: Task, rollouts: Sequence[Trajectory]) -> list[Trajectory]:
         """Scores trajectories that were rolled out elsewhere. `deadline_s` applies to all of them together."""
-        started = time.monotonic()
-        judged = await gather_or_cancel(self._judged(task, trajectory, self.deadline_s) for trajectory in rollouts)
+        started, deadline_s = time.monotonic(), self.limits.deadline_s
+        judged = await gather_or_cancel(self._judged(task, trajectory, deadline_s) for trajectory in rollouts)
         scored = [replace(trajectory, **changes) for trajectory, changes in zip(rollouts, judged, strict=True)]
-        return await self._compared(task, scored, started + self.deadline_s - time.monotonic())
+        return await self._compared(task, scored, started + deadline_s - time.monotonic())
 
     def _can_judge_again(self, group: Group, task: Task) -> bool:
         """Whether the rewards of a recorded group can be computed again: they come only from the judge, not from the
@@ -265,12 +239,12 @@ class Explorer:
 
     async def _rollout_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
         """Returns (scored trajectory, its seconds without the wait for `max_concurrent`)."""
-        async with self._turns:
+        async with self._work.turns:
             started = time.monotonic()
-            with self._generating:
-                trajectory = await self._run_with_retries(task, key, sampling, started + self.deadline_s)
+            with self._work.generating:
+                trajectory = await self._run_with_retries(task, key, sampling, started + self.limits.deadline_s)
         rolled_out = time.monotonic()
-        judged = await self._judged(task, trajectory, started + self.deadline_s - rolled_out)
+        judged = await self._judged(task, trajectory, started + self.limits.deadline_s - rolled_out)
         ended = time.monotonic()
         seconds = {ROLLOUT_S: rolled_out - started, REWARD_S: ended - rolled_out}
         progress()
@@ -278,19 +252,19 @@ class Explorer:
 
     async def _run_with_retries(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
         """The first attempt in which the workflow does not fail, or the last one; all use the same random numbers."""
-        retries = 0
+        retries, most = 0, self.limits.max_retries
         trajectory = await self._attempt(task, key, sampling, until)
-        while retries < self.max_retries and trajectory.failure is not None and trajectory.failure.side == "workflow":
+        while retries < most and trajectory.failure is not None and trajectory.failure.side == "workflow":
             retries += 1
             trajectory = await self._attempt(task, key, sampling, until)
-        if not self.max_retries:
+        if not most:
             return trajectory
         return replace(trajectory, metrics={**trajectory.metrics, "retries": float(retries)})
 
     async def _attempt(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
         """Runs the workflow once, until the time `until`. Any error but EngineFailure and TemplateRefusal gives a
         failed trajectory."""
-        policy = Policy(self.engine, self.renderer, sampling, key, self.max_context)
+        policy = Policy(self.engine, self.renderer, sampling, key, self.engine.max_context)
         try:
             earned = await wait_for(until - time.monotonic(), self.workflow.run(task, policy), ended=policy.end)
             rewards = {} if earned is None else named_numbers("reward", earned)
@@ -323,12 +297,12 @@ class Explorer:
             # Brief rewards have no deadline, since setting one would take longer than they do.
             brief = getattr(self.judge, "is_brief", False)
             async with nullcontext() if brief else asyncio.timeout(max(0.0, left_s)):
-                with self._rewarding:
+                with self._work.rewarding:
                     return await judging
         except TimeoutError:
             return DeadlineExceeded(
                 f"the reward of task {task.task_id!r}",
-                f"none within {self.deadline_s:.1f} s of rollout and judging",
+                f"none within {self.limits.deadline_s:.1f} s of rollout and judging",
                 "make it faster, or raise workflow.deadline_s",
             )
         except RolloutError as error:  # no thread is free for the reward function
@@ -358,7 +332,86 @@ class Explorer:
         return replace(trajectory, failure=self._failure(error))
 
     def _failure(self, error: BaseException) -> Failure:
-        """Describes an exception as a Failure, and logs it if it is the first of its kind."""
+        return self._failures.of(error, self.limits.deadline_s)
+
+
+class _Work:
+    """The rollouts and rewards that an explorer works on: as many as are allowed at the same time, with the spans of
+    the timeline and the counts of the log."""
+
+    def __init__(self, name: str, max_concurrent: int) -> None:
+        self.turns = Turns(max_concurrent)
+        self.generating, self.rewarding = Busy(name, "generate"), Busy(name, "reward")
+        self._counts, self._counted_since = Counter[str](), time.monotonic()
+        """Groups, rollouts, failures and tokens since the last report."""
+
+    def cut(self) -> None:
+        """Begins new spans: the timeline shows work before and after a load of weights apart."""
+        self.generating.cut()
+        self.rewarding.cut()
+
+    def count(self, group: Group) -> None:
+        failed = sum(each.failure is not None for each in group.rollouts)
+        tokens = sum(each.num_tokens for each in group.rollouts)
+        self._counts.update(groups=1, rollouts=len(group.rollouts), failed=failed, tokens=tokens)
+
+    def report(self) -> str:
+        """A text about the rollouts since the last report."""
+        counts, seconds = self._counts, time.monotonic() - self._counted_since
+        self._counts, self._counted_since = Counter[str](), time.monotonic()
+        rollouts = f"{counts['rollouts']} rollouts, {counts['failed']} of them failed"
+        pace = f"{counts['tokens'] / seconds:,.0f} tokens/s"
+        return f"; before: {counts['groups']} groups ({rollouts}), {pace}" if counts["groups"] else ""
+
+
+class _StartedGroups:
+    """Groups in the order of their start. Failures are counted in this order, so that groups that fail quickly do not
+    outweigh slower ones that succeed."""
+
+    def __init__(self, limits: RolloutLimits) -> None:
+        self._limits = limits
+        self._in_progress: dict[Lease, Group | None] = {}
+        """Each lease with its group; None until the group is finished. A finished group stays until all older ones have
+        finished."""
+        self._finished = deque[Group](maxlen=limits.failure_window)
+        """The last finished groups."""
+
+    def __bool__(self) -> bool:
+        """Whether any group is in progress."""
+        return bool(self._in_progress)
+
+    @contextmanager
+    def started(self, lease: Lease) -> Generator[Callable[[Group], None]]:
+        """Holds the place of a group until the block ends. The function that it yields takes the finished group; it
+        raises RolloutsFailing if too many trajectories failed, where `min_members` drops groups."""
+        self._in_progress[lease] = None
+        limits = self._limits
+
+        def finish(group: Group) -> None:
+            self._in_progress[lease] = group
+            while self._in_progress and (oldest := next(iter(self._in_progress.values()))) is not None:
+                del self._in_progress[next(iter(self._in_progress))]
+                self._finished.append(oldest)
+                if limits.min_members > 1 and len(self._finished) == limits.failure_window:
+                    what = f"{limits.failure_window} groups in a row"
+                    check_failures(tuple(self._finished), limits.max_failed_fraction, what)
+
+        try:
+            yield finish
+        finally:
+            if self._in_progress.get(lease) is None:
+                self._in_progress.pop(lease, None)
+
+
+class _Failures:
+    """Describes exceptions of rollouts, and logs the first of each kind."""
+
+    def __init__(self) -> None:
+        self._logged = set[tuple[str, str, str]]()
+        """Kinds: side, exception, cause."""
+
+    def of(self, error: BaseException, deadline_s: float) -> Failure:
+        """The exception as a Failure."""
         cause = _cause(error)
         match error:
             case RewardError():
@@ -369,20 +422,20 @@ class Explorer:
                 side = "deadline"
             case _:
                 side = "workflow"
-        message = text_of(error) or (f"no result within {self.deadline_s} s" if side == "deadline" else "")
+        message = text_of(error) or (f"no result within {deadline_s} s" if side == "deadline" else "")
         if side == "deadline" and (number := left_behind()):
             message += f"\n{number} abandoned call(s) of plain functions still run in their threads"
         failure = Failure(side, type(error).__name__, message, cause)
-        self._log_failure(failure, error)
+        self._log(failure, error)
         return failure
 
-    def _log_failure(self, failure: Failure, error: BaseException) -> None:
+    def _log(self, failure: Failure, error: BaseException) -> None:
         """Logs the first failure of each kind; its traceback goes to the log file only."""
         reason = failure.cause or re.sub(r"\d+", "", text_of(error.found) if isinstance(error, TriviumError) else "")
         kind = (failure.side, failure.kind, reason)
-        if kind in self._reported or len(self._reported) == _MAX_KINDS:
+        if kind in self._logged or len(self._logged) == _MAX_KINDS:
             return
-        self._reported.add(kind)
+        self._logged.add(kind)
         what = described_failure(failure)
         _log.warning("a rollout failed; further ones like it are only counted: %s\n%s", what, failure.message)
         _log.info("the traceback of that failure", exc_info=error)

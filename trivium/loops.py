@@ -167,23 +167,25 @@ async def next_lease(explorer: Explorer, buffer: Buffer, schedule: Schedule, syn
     """Waits for a slot. Requests newer weights from the trainer if no slot is free, or once the explorer has rolled out
     the groups of `sync.interval` steps with the current ones. Raises StopAsyncIteration once the buffer is closed."""
 
+    demand = explorer.demand
+
     def report() -> None:
-        over = synchronizer.interval_over(explorer.leased / schedule.fresh_per_step)
-        request = "now" if over else "idle" if explorer.idle else ""
-        if request != explorer.request:
-            explorer.request = request
+        over = synchronizer.interval_over(demand.leased / schedule.fresh_per_step)
+        request = "now" if over else "idle" if demand.idle else ""
+        if request != demand.request:
+            demand.request = request
             synchronizer.request_weights(explorer.name, request != "", idle=request == "idle")
 
     lease = await buffer.lease(explorer.name, wait=False)
     if lease is None:
-        explorer.idle = True
+        demand.idle = True
         report()
         lease = await buffer.lease(explorer.name)
     assert lease is not None
     if schedule.adaptive is not None:
         schedule.adaptive.follow(synchronizer.draws)
-    explorer.idle = False
-    explorer.leased += 1
+    demand.idle = False
+    demand.leased += 1
     report()
     return lease
 
@@ -215,8 +217,8 @@ async def follow_weights(
                 loaded = version
             continue
         loaded = version
-        explorer.leased, explorer.request = 0, "idle" if explorer.idle else ""
-        synchronizer.adopted(explorer.name, version, wants=explorer.idle)
+        explorer.demand.adopted()
+        synchronizer.adopted(explorer.name, version, wants=explorer.demand.idle)
         await buffer.advance(explorer.name, version)
 
 

@@ -19,7 +19,7 @@ from trivium.buffers.files import FileBuffer
 from trivium.buffers.sql.database import Database, SqlTable
 from trivium.config import config_from_mapping
 from trivium.engines.torch.engine import TorchEngine
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.board import SharedBoard
 from trivium.foundation.run_role import live_explorers
 from trivium.loops import Parts, run_explorer
@@ -156,7 +156,7 @@ def explorer(order: dict[str, Any]) -> None:
         config, model_dir=Path(order["model"]), eos_token_ids=frozenset(), decode=lambda _: "", threads=1
     )
     nobody: Any = None  # no task is played here
-    role = ReadBack(engine, nobody, nobody, nobody, Sampling(4), 64, 10.0, 8, order["name"])
+    role = ReadBack(engine, nobody, nobody, nobody, Sampling(4), RolloutLimits(10.0, 8), order["name"])
     role.directory = Path(order["directory"])
     schedule = Schedule(tasks=(), seed=0)
     buffer = FileBuffer(FileBuffer.Config(), schedule=schedule, rollouts=role.directory, renderer=nobody, deadline_s=1)

@@ -23,7 +23,7 @@ from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RewardConfig
 from trivium.engines.scripted import ScriptedEngine
 from trivium.evaluate import Evaluator
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation import concurrency
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import RewardError, RolloutError, RolloutsFailing, first_cause
@@ -52,9 +52,13 @@ def explorer(function: Any = one_reply, deadline_s: float = 5.0, room: int = 64,
     scripted = ScriptedEngine(
         ScriptedEngine.Config(replies=((1, 2),), **engine), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode
     )
-    return Explorer(
-        scripted, RENDERER, Plays(function), make_judge(()), Sampling(8), scripted.max_context, deadline_s, room
-    )
+    return Explorer(scripted, RENDERER, Plays(function), make_judge(()), Sampling(8), RolloutLimits(deadline_s, room))
+
+
+def limited(**limits: Any) -> Explorer:
+    """An explorer with these limits."""
+    made = explorer()
+    return replace(made, limits=replace(made.limits, **limits))
 
 
 def keys(number: int = 4) -> list[SampleKey]:
@@ -331,7 +335,7 @@ async def test_a_workflow_that_fails_is_played_again_from_its_first_turn() -> No
         return {"played": 1.0}
 
     playing = explorer(fails_twice)
-    playing.max_retries = 3
+    playing.limits = replace(playing.limits, max_retries=3)
     group = await play(playing, 3)
     assert [t.failure for t in group.trajectories] == [None] * 3
     assert [len(t.turns) for t in group.trajectories] == [2, 2, 2]
@@ -361,7 +365,7 @@ async def test_only_what_the_workflow_failed_is_played_again(raised: BaseExcepti
         raise raised
 
     playing = explorer(fails)
-    playing.max_retries = 2
+    playing.limits = replace(playing.limits, max_retries=2)
     (trajectory,) = (await play(playing, 1)).trajectories
     assert trajectory.failure is not None
     assert (len(calls), trajectory.metrics["retries"]) == (attempts, attempts - 1)
@@ -376,7 +380,7 @@ async def test_retries_share_one_deadline_and_a_deadline_is_final() -> None:
         raise ValueError("broken")
 
     playing = explorer(slow, deadline_s=1.0)
-    playing.max_retries = 100
+    playing.limits = replace(playing.limits, max_retries=100)
     (trajectory,) = (await play(playing, 1)).trajectories
     assert trajectory.failure is not None
     assert trajectory.failure.side == "deadline"
@@ -549,7 +553,7 @@ async def test_the_order_of_completion_changes_nothing() -> None:
 
 async def test_judging_takes_its_time_from_the_rollouts_own_deadline() -> None:
     playing, judge = timed([0, 1])
-    playing.deadline_s, judge.seconds = 0.2, 120.0
+    playing.limits, judge.seconds = replace(playing.limits, deadline_s=0.2), 120.0
     group = await asyncio.wait_for(play(playing, 2), 60)
     failures = [t.failure for t in group.trajectories if t.failure]
     assert [(failure.side, failure.kind) for failure in failures] == [("deadline", "DeadlineExceeded")] * 2
@@ -582,17 +586,17 @@ def filled(playing: Explorer, failing: Callable[[int, int], bool]) -> Callable[[
 
 
 async def test_a_group_with_too_few_living_members_is_dropped() -> None:
-    playing = replace(explorer(), min_members=3, max_failed_fraction=0.9)
+    playing = limited(min_members=3, max_failed_fraction=0.9)
     fill = filled(playing, lambda slot, index: index < slot)
     groups = [await fill(slot) for slot in range(5)]
     assert [bool(group.dropped) for group in groups] == [False, False, True, True, True]
     assert groups[2].dropped == "2 of 4 members succeeded, workflow.min_members is 3"
-    playing.min_members = 1
+    playing.limits = replace(playing.limits, min_members=1)
     assert (await fill(4)).dropped == "", "the trainer counts it and leaves it out"
 
 
 async def test_groups_that_are_dropped_one_after_the_other_end_the_run() -> None:
-    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, failure_window=8)
+    playing = limited(min_members=2, max_failed_fraction=0.5, failure_window=8)
     fill = filled(playing, lambda slot, index: True)
     for slot in range(7):
         await fill(slot)
@@ -601,7 +605,7 @@ async def test_groups_that_are_dropped_one_after_the_other_end_the_run() -> None
 
 
 async def test_a_group_is_lost_whole_even_if_only_one_member_failed() -> None:
-    playing = replace(explorer(), min_members=4, max_failed_fraction=0.5, failure_window=4)
+    playing = limited(min_members=4, max_failed_fraction=0.5, failure_window=4)
     fill = filled(playing, lambda slot, index: index == 0 and slot % 4 != 0)
     for slot in range(3):
         await fill(slot)
@@ -610,7 +614,7 @@ async def test_a_group_is_lost_whole_even_if_only_one_member_failed() -> None:
 
 
 async def test_quick_failures_do_not_stand_for_slow_successes() -> None:
-    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, failure_window=4)
+    playing = limited(min_members=2, max_failed_fraction=0.5, failure_window=4)
     release = asyncio.Event()
 
     async def plays(task: Task, policy: Policy) -> dict[str, float]:
@@ -628,7 +632,7 @@ async def test_quick_failures_do_not_stand_for_slow_successes() -> None:
     release.set()
     done = await asyncio.gather(*begun, return_exceptions=True)
     assert [bool(group.dropped) for group in done if isinstance(group, Group)].count(True) == 6
-    assert not playing._in_progress, "nothing is kept of what has been judged or given up"
+    assert not playing._groups, "nothing is kept of what has been judged or given up"
 
 
 # --------------------------------------------------------------------------- rewards computed again
@@ -694,7 +698,7 @@ async def test_a_group_is_judged_again_by_the_task_as_it_is_now(prompt: str, rol
 
 
 async def test_what_an_explorer_dropped_until_it_ended_the_run_is_retried(tmp_path: Path) -> None:
-    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, failure_window=3)
+    playing = limited(min_members=2, max_failed_fraction=0.5, failure_window=3)
     filled(playing, lambda slot, index: True)
     tasks = [Task(str(i), (Message("user", "1"),)) for i in range(100)]
     schedule = Schedule(tasks, seed=0, group_size=4, shuffle=False)

@@ -25,7 +25,7 @@ from trivium.config import RunConfig, config_from_mapping
 from trivium.engines.scripted import ScriptedEngine
 from trivium.engines.torch.engine import TorchEngine
 from trivium.engines.torch.sampling import RowSampling, sample
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import ConfigError, RolloutsFailing, SyncError, first_cause
 from trivium.foundation.randomness import SampleKey, uniforms
@@ -234,7 +234,7 @@ async def talk(task: Task, policy: Policy) -> None:
 
 def explorer_with(engine: TorchEngine, function: Any, deadline_s: float = 60.0, new_tokens: int = LONG) -> Explorer:
     return Explorer(
-        engine, RENDERER, Plays(function), make_judge(()), Sampling(new_tokens), engine.max_context, deadline_s, 64
+        engine, RENDERER, Plays(function), make_judge(()), Sampling(new_tokens), RolloutLimits(deadline_s, 64)
     )
 
 

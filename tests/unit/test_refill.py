@@ -23,7 +23,7 @@ from trivium.buffers.files import FileBuffer
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.slots import SlotState
 from trivium.engines.scripted import ScriptedEngine
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import DataError, RolloutsFailing
 from trivium.rewards.judge import make_judge
@@ -245,9 +245,7 @@ def playing(function: Any, judge: Any = None) -> Explorer:
         function,
         judge or make_judge(()),
         Sampling(8, temperature=0.9),
-        scripted.max_context,
-        5.0,
-        64,
+        RolloutLimits(5.0, 64),
         greedy_baseline=True,
     )
 

@@ -26,7 +26,7 @@ from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, RunConfig, config_from_mapping, plugin
 from trivium.engines.scripted import ScriptedEngine
 from trivium.evaluate import Evaluator, RemoteEvaluator
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import RunDirError, StorageError, TriviumError
 from trivium.foundation.registry import CATALOGUE, resolve
@@ -126,7 +126,7 @@ class Run:
             decode=RENDERER.decode,
         )
         workflow = Lengths(random.Random(0), (self.rollout_s,))
-        return Explorer(engine, RENDERER, workflow, make_judge(()), Sampling(8), engine.max_context, 5.0, 64)
+        return Explorer(engine, RENDERER, workflow, make_judge(()), Sampling(8), RolloutLimits(5.0, 64))
 
     async def play(self) -> Trainer:
         trainer, explorer = self.trainer(), self.explorer()

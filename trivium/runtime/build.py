@@ -22,7 +22,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.recording import recorded, scores_observations
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.atomic import made_directory
 from trivium.foundation.board import Board, MemoryBoard
 from trivium.foundation.errors import ConfigError, described
@@ -348,13 +348,14 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
         workflow=build("workflows", workflow),
         judge=judge,
         sampling=replace(config.engine.sampling.sampling(), extra=recorded(config)),
-        max_context=engine.max_context,
-        deadline_s=workflow.deadline_s,
-        max_concurrent=workflow.max_concurrent,
-        max_retries=workflow.max_retries,
-        min_members=workflow.min_members,
-        max_failed_fraction=workflow.max_failed_fraction,
-        failure_window=max(16, config.schedule.groups_per_step),
+        limits=RolloutLimits(
+            workflow.deadline_s,
+            workflow.max_concurrent,
+            workflow.max_retries,
+            workflow.min_members,
+            workflow.max_failed_fraction,
+            failure_window=max(16, config.schedule.groups_per_step),
+        ),
         greedy_baseline=algorithm_of(config).greedy_baseline,
         must_judge=config.algorithm.reads_rewards or (stage.evaluated and config.evaluation.taskset is not None),
         name=name,

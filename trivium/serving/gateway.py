@@ -65,7 +65,7 @@ class Gateway:
         self._check_placeholders: Callable[[IntArray], None] = getattr(
             explorer.renderer, "check_placeholders", lambda _: None
         )
-        self._concurrency = Turns(explorer.max_concurrent)
+        self._concurrency = Turns(explorer.limits.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
         self._warns = True
         """Whether the next call that rewrites the history of its session is a warning."""
@@ -168,16 +168,16 @@ class Gateway:
 
     def _check_length(self, request: ChatRequest) -> None:
         characters = sum(len(message.content) for message in request.messages)
-        if characters > _TOKEN_CHARACTERS * self.explorer.max_context:
+        if characters > _TOKEN_CHARACTERS * self.explorer.engine.max_context:
             raise PromptTooLong(
                 "a prompt that leaves space for a completion",
-                f"{characters:,} characters, and the context holds {self.explorer.max_context:,} tokens",
+                f"{characters:,} characters, and the context holds {self.explorer.engine.max_context:,} tokens",
                 "send less, or raise engine.max_context",
             )
 
     def _policy(self, key: SampleKey, sampling: Sampling) -> Policy:
         explorer = self.explorer
-        return Policy(explorer.engine, explorer.renderer, sampling, key, explorer.max_context, threads=self._encoders)
+        return Policy(explorer.engine, explorer.renderer, sampling, key, explorer.engine.max_context, threads=self._encoders)
 
     async def _generate(
         self,

@@ -82,7 +82,7 @@ class Slots:
         trajectories = await explorer.judge_rollouts(task, rollouts)
         # No slot is issued twice at once, so the slot tells this group from others of its task.
         group = Group(lease.slot, task, tuple(trajectories), lease.slot, lease.attempt, slot.version)
-        succeeded, needed = len(group.alive), explorer.min_members
+        succeeded, needed = len(group.alive), explorer.limits.min_members
         if not rollouts or (needed > 1 and succeeded < needed):
             group = group.refused(f"{succeeded} trajectories, and workflow.min_members is {needed}")
         group = explorer.refined(group)

@@ -74,7 +74,7 @@ class ChatServer:
         eos = explorer.renderer.eos_token_ids
 
         def text(tokens: IntArray) -> str:
-            return explorer.renderer.decode(tokens[: explorer.max_context])  # a longer prompt is refused
+            return explorer.renderer.decode(tokens[: explorer.engine.max_context])  # a longer prompt is refused
 
         def read(body: Any, headers: Any, model: str, trained: Sampling, _: Recorded) -> ChatRequest:
             return read_generate(body, headers, model, trained, eos, text)
@@ -125,7 +125,7 @@ class ChatServer:
     async def _models(self, request: Request) -> Response:
         del request
         model: dict[str, Any] = {"id": self.model, "object": "model", "created": 0, "owned_by": "trivium"}
-        model["max_model_len"] = self.gateway.explorer.max_context
+        model["max_model_len"] = self.gateway.explorer.engine.max_context
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _health(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from trivium.buffers.journal import Journal, decode_group, encode_group, read_re
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.slots import OPEN, SlotState, retried
 from trivium.engines.scripted import ScriptedEngine
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation import phases
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import DataError, SyncError
@@ -393,7 +393,7 @@ async def test_a_stage_that_ends_while_an_explorer_waits_for_its_slots_is_no_fai
     """Its trainer closes the buffer a moment before it says that it is done."""
     buf, nobody = await buffer(tmp_path, max_staleness=1, deterministic=True), cast("Any", None)
     engine = ScriptedEngine(ScriptedEngine.Config(replies=((3,),)), eos_token_ids=frozenset({1}), decode=str)
-    explorer = Explorer(engine, nobody, nobody, nobody, Sampling(4), 64, 1.0, 1, name="e")
+    explorer = Explorer(engine, nobody, nobody, nobody, Sampling(4), RolloutLimits(1.0, 1), name="e")
     synchronizer, channel = Synchronizer(MemoryBoard(), deadline_s=60), MemoryChannel(keep=2)
     synchronizer.open()
     await synchronizer.join("e")

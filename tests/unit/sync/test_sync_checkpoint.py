@@ -15,7 +15,7 @@ from sync_parts import Reading
 
 from trivium.buffers.files import FileBuffer
 from trivium.engines.scripted import ScriptedEngine
-from trivium.explorer import Explorer
+from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import SyncError, VersionGone
 from trivium.loops import follow_weights
@@ -224,7 +224,7 @@ async def follow(ends: Ends, meanwhile: tuple[int, ...], end: type[SyncError] = 
     nobody: Any = None
     no_tasks: Any = ()
     engine = ScriptedEngine(ScriptedEngine.Config(replies=((3,),)), eos_token_ids=frozenset({1}), decode=str)
-    explorer = Explorer(engine, nobody, nobody, nobody, Sampling(4), 64, 1.0, 1)
+    explorer = Explorer(engine, nobody, nobody, nobody, Sampling(4), RolloutLimits(1.0, 1))
     schedule = Schedule(tasks=no_tasks, seed=0, max_staleness=1)
     buffer = FileBuffer(
         FileBuffer.Config(), schedule=schedule, rollouts=ends.directory, renderer=nobody, deadline_s=1.0

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
+from trivium.explorer import RolloutLimits
 from trivium.foundation.errors import ConfigError
 from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, check_values, option, sorted_arguments
 from trivium.frontdoors.lightrft.objects.checkpoints import load, refuse_newer, save
@@ -239,9 +240,11 @@ class PPOTrainerVL(ABC):  # noqa: B024 - the original has this base
                 prompt_max_len=self.prompt_max_len,
                 eos_token_ids=frozenset(ids),
                 seed=int(option(self.args, "seed")),
-                deadline_s=float(option(self.args, "rollout_deadline_s")),
-                max_failed_fraction=float(option(self.args, "max_failed_fraction")),
-                max_concurrent=self.micro_rollout_batch_size,
+                limits=RolloutLimits(
+                    float(option(self.args, "rollout_deadline_s")),
+                    self.micro_rollout_batch_size,
+                    max_failed_fraction=float(option(self.args, "max_failed_fraction")),
+                ),
             )
         return self._rollouts
 

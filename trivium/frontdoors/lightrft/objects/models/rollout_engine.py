@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from trivium.config.sections import SamplingConfig
 from trivium.engines.torch.engine import TorchEngine
-from trivium.explorer import Explorer, check_failures
+from trivium.explorer import Explorer, RolloutLimits, check_failures
 from trivium.foundation.concurrency import run_here
 from trivium.foundation.errors import ConfigError
 from trivium.foundation.randomness import SampleKey
@@ -154,13 +154,9 @@ class Rollouts:
         prompt_max_len: int,
         eos_token_ids: frozenset[int],
         seed: int,
-        deadline_s: float,
-        max_failed_fraction: float,
-        max_concurrent: int,
+        limits: RolloutLimits,
     ) -> None:
-        """At most `max_concurrent` completions are sampled at a time."""
-        self._seed, self._deadline_s, self._max_failed_fraction = seed, deadline_s, max_failed_fraction
-        self._max_concurrent = max_concurrent
+        self._seed, self._limits = seed, limits
         # The renderer needs the images of the engine's directory, and the engine decodes with the renderer: it reads
         # the attribute when it decodes.
         self._engine = ActorEngine(policy, eos_token_ids, lambda tokens: self._renderer.decode(tokens), processor)
@@ -188,9 +184,7 @@ class Rollouts:
             SingleTurn(SingleTurn.Config()),
             _NoJudge(),
             sampling,
-            engine.max_context,
-            self._deadline_s,
-            self._max_concurrent,
+            self._limits,
             # Rewards follow for all completions of the rollout at once, so that a reward model is called with full
             # batches.
             must_judge=False,
@@ -206,7 +200,7 @@ class Rollouts:
                 for number, task in enumerate(tasks)
             )
         )
-        check_failures(groups, self._max_failed_fraction, "a rollout")
+        check_failures(groups, self._limits.max_failed_fraction, "a rollout")
         return list(groups)
 
     def adopt(self, version: int) -> None:
