@@ -33,12 +33,12 @@ from trivium.policy import Policy, Workflow
 from trivium.protocols import Buffer, EngineSettings, Objective, TrainEngine, WeightChannel, Weights
 from trivium.publisher import Publisher
 from trivium.rewards.judge import make_judge
-from trivium.schedule import Cadence, Schedule
+from trivium.schedule import Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.trainer import Trainer
+from trivium.trainer import GroupSource, Trainer
 from trivium.types import Batch, FloatArray, Group, Lease, Message, Metrics, Sampling, SyncStyle, Task
 
 TASKS = [Task(f"t{i}", (Message("user", str(i)),)) for i in range(7)]
@@ -273,15 +273,16 @@ class Session:
         self.engine.settings = EngineSettings(self.channel)
         trainer = Trainer(
             self.engine,
-            self.buffer,
-            DefaultStrategy(DefaultStrategy.Config(), buffer=self.buffer),
+            GroupSource(
+                self.buffer,
+                DefaultStrategy(DefaultStrategy.Config(), buffer=self.buffer),
+                self.max_failed_fraction,
+            ),
             Publisher(self.engine, self.buffer, self.channel, self.synchronizer, self.schedule),
             self.schedule,
             self.monitor,
-            BackgroundSaver(store, self.engine, asynchronous=False),
-            Cadence(save_every=self.save_every),
+            BackgroundSaver(store, self.engine, asynchronous=False, every=self.save_every),
             resume=store.latest(),
-            max_failed_fraction=self.max_failed_fraction,
         )
         trainer.prepare()
         self.trainer, self.resumed_at = trainer, self.engine.version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from trivium.foundation.errors import SyncError
 from trivium.foundation.phases import activity, span
 from trivium.foundation.randomness import SampleKey
 from trivium.policy import ROLLOUT_S
+from trivium.schedule import Cadence
 from trivium.types import experiences_of
 
 if TYPE_CHECKING:
@@ -230,3 +231,34 @@ class RemoteEvaluator:
     async def run(self, version: int) -> Metrics:
         """Metrics under `eval/<taskset>/`."""
         return await self.synchronizer.request_evaluation(version)
+
+
+@dataclass
+class Measurements:
+    """What a trainer measures of its policy, and when it did so last."""
+
+    evaluator: RemoteEvaluator | None = None
+    held_out: HeldOut | None = None
+    """Rows to measure the loss over, at the cadence of evaluations."""
+    cadence: Cadence = field(default_factory=Cadence)
+    evaluated: int | None = None
+    """The step of the last evaluation."""
+    measured: int | None = None
+    """The step at which the held-out loss was measured last."""
+    score: float | None = None
+    """The value that `checkpoint.keep_best` compares, if this step was evaluated; higher is better."""
+
+    def state(self) -> dict[str, Any]:
+        return {"score": self.score, "evaluated": self.evaluated, "measured": self.measured}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.evaluated, self.measured = state["evaluated"], state["measured"]
+
+    def evaluation_due(self, version: int, *, ended: bool) -> bool:
+        """Whether an evaluation of this step is due and has not been done; `ended`: the stage ends with the step."""
+        at_end = ended and self.cadence.ends and not self.cadence.skip_end
+        return self.evaluator is not None and version != self.evaluated and (at_end or self.cadence.is_due(version))
+
+    def held_out_due(self, version: int, *, ended: bool) -> bool:
+        """The same for the loss over held-out rows."""
+        return self.held_out is not None and version != self.measured and (ended or self.cadence.is_due(version))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.foundation.run_role import live_explorers
@@ -39,6 +39,9 @@ class Publisher:
     """Whether the channel keeps versions for any process: they are published even if no explorer fills the buffer."""
     note: Callable[[int, str], None] | None = None
     """Called with (version, hash of its weights) for every published version."""
+    recorded: InitVar[Mapping[int, str] | None] = None
+    """The hash of each version that earlier sessions published in this stage (`EarlierRollouts`)."""
+    earlier: EarlierRollouts = field(init=False)
     last_sync_step: int | None = None
     """The version that was offered last."""
     last_trainer_sync_step: int = 0
@@ -48,6 +51,9 @@ class Publisher:
     """The hash of the weights of `last_sync_step`."""
     _is_starved: bool = False
     """Whether the trainer waits for explorers, and `_GRACE_S` or the first event of the wait has passed."""
+
+    def __post_init__(self, recorded: Mapping[int, str] | None) -> None:
+        self.earlier = EarlierRollouts(self.buffer, recorded)
 
     def publish_held(self) -> None:
         """Publishes the versions that the channel of a resumed run holds."""
@@ -81,9 +87,9 @@ class Publisher:
 
     def is_due(self, version: int, values: Values, *, is_needed: bool) -> bool:
         """Whether `version`, the current one, is to be offered now. `values` are those of the board; `is_needed`: an
-        evaluation, or the check of recorded rollouts, needs the version."""
+        evaluation needs the version, as the check of recorded rollouts may."""
         is_offered = self.last_sync_step == version
-        if not is_offered and is_needed:
+        if not is_offered and (is_needed or version in self.earlier.unverified):
             return True
         explorers = live_explorers(values).values()
         if self.synchronizer.collective and any(entry.get("version") is None for entry in explorers):
@@ -94,6 +100,10 @@ class Publisher:
             return self.schedule.published(version)
         # While the trainer has groups to train on, a sync for explorers that are idle ahead of it would only delay it.
         return weights_requested(values, idle=self._interval_over(version) or self._is_starved)
+
+    async def verify_earlier(self, version: int) -> None:
+        """Discards the groups of this and of later versions that earlier sessions sampled with other weights."""
+        await self.earlier.verify(version, (self.last_sync_step, self.offered_hash))
 
     def ask_for_sync(self, version: int) -> None:
         """With `dynamic_by_trainer`, requests a sync from the explorers once the interval is over."""

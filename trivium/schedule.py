@@ -271,21 +271,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cadence:
-    """The intervals of evaluations and checkpoints, in train steps; 0: only at the ends of a stage."""
+    """When a policy is evaluated in training."""
 
-    save_every: int = 0
-    evaluate_every: int = 0
-    evaluate_ends: bool = False
+    every: int = 0
+    """The interval, in train steps; 0: only at the ends of a stage."""
+    ends: bool = False
     """Whether to evaluate at the start and at the end of the stage."""
     skip_start: bool = False
     """Leaves out the evaluation at the start."""
     skip_end: bool = False
     """Leaves out the evaluation at the end."""
 
-    def saves(self, step: int) -> bool:
-        """Whether a checkpoint is due at this train step."""
-        return self.save_every > 0 and step % self.save_every == 0
-
-    def evaluates(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether an evaluation is due at this train step."""
-        return self.evaluate_every > 0 and step % self.evaluate_every == 0
+        return self.every > 0 and step % self.every == 0

@@ -11,15 +11,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from trivium.checkpoint.run_record import (
-    add_failures,
-    add_seconds,
-    last_evaluation,
-    num_changed_fields,
-    with_evaluation,
-)
+from trivium.checkpoint.run_record import RunRecord
+from trivium.evaluate import Measurements
 from trivium.explorer import check_failures, described_failure
 from trivium.foundation.concurrency import interrupted
 from trivium.foundation.errors import RolloutsFailing, TriviumError
@@ -27,10 +22,9 @@ from trivium.foundation.metrics import aggregate, declare_missing, declared
 from trivium.foundation.phases import TRAINER_LANE, TRAINING_S, activity, add_span, span
 from trivium.loops import held_out_loss, train_loop, train_step
 from trivium.protocols import RecordingEngine
-from trivium.publisher import EarlierRollouts
 from trivium.schedule import num_replaced
 from trivium.step_report import examples_of, origin, staleness, step_row
-from trivium.types import Group, Sample, capabilities_of
+from trivium.types import TRAINER, Group, Sample, capabilities_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,15 +33,17 @@ if TYPE_CHECKING:
     from trivium.checkpoint.store import Checkpoint
     from trivium.evaluate import HeldOut, RemoteEvaluator
     from trivium.foundation.board import Values
-    from trivium.protocols import Buffer, Monitor, SampleStrategy, TrainEngine
+    from trivium.protocols import Algorithm, Buffer, Monitor, SampleStrategy, TrainEngine
     from trivium.publisher import Publisher
-    from trivium.schedule import Cadence, Schedule
+    from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
     from trivium.types import Batch, Metrics
 
 T = TypeVar("T")
 Keep = Callable[["Batch"], None]
 """Gets the experiences of a step with their computed columns, before the first update."""
+Waiting = Callable[[Awaitable[Sample]], Awaitable[Sample]]
+"""Awaits a sample, and does meanwhile what explorers need."""
 Learn = Callable[[Keep], "Metrics"]
 """Takes a train step, which calls a `Keep`. Blocks."""
 
@@ -78,55 +74,110 @@ class _InProgress(NamedTuple):
     """The state before it of what it changes; empty if that version has a checkpoint."""
 
 
+class StepKeeper(Protocol):
+    """Keeps what train steps take and compute."""
+
+    @property
+    def keeps_updates(self) -> bool:
+        """Whether `updates` is to be called."""
+        ...
+
+    def step(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        """Called in every train step with its groups and its experiences with their computed columns, before the first
+        update."""
+        ...
+
+    def updates(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        """Called in the same way after the updates, with the columns of `take_updates`, if the engine recorded them."""
+        ...
+
+
+@dataclass
+class Preview:
+    """Rollouts that are logged as a table (`rollout_examples`) at the next sync step."""
+
+    enabled: bool = False
+    """Whether each train step adds some of its own."""
+    examples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+
+@dataclass
+class GroupSource:
+    """Takes the groups of train steps from the buffer."""
+
+    buffer: Buffer
+    strategy: SampleStrategy
+    max_failed_fraction: float = 1.0
+    """The largest fraction of a step's trajectories that may fail."""
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Groups that were not trained on until the last row of metrics, by reason."""
+
+    async def take(self, version: int, wanted: int, algorithm: Algorithm, waiting: Waiting) -> StepGroups:
+        """The groups of a step; replaces groups that the algorithm's filter refuses. `waiting` awaits each sample.
+
+        Raises RolloutsFailing when too many of the step's trajectories failed.
+        """
+        missing, rows = wanted, list[dict[str, float]]()
+        groups, fresh = list[Group](), list[Group]()
+        for refills in reversed(range(algorithm.refill + 1)):
+            sample = await waiting(self.strategy.sample(missing, version))
+            groups += sample.groups
+            fresh += [group for group in sample.groups if group.slot not in sample.stored_slots]
+            rows.append({f"sample/{name}": value for name, value in sample.metrics.items()})
+            declare_missing(rows[-1], "a number that the sample strategy reported")
+            await self._check_failures(fresh, version)
+            missing = wanted - len(algorithm.filter(groups)[0])
+            if not (missing and refills):
+                break
+            await self.strategy.refuse(missing)
+        if missing == wanted:
+            _log.warning("step %d: all %d groups were refused, there is nothing to learn", version + 1, len(groups))
+        return StepGroups(groups, fresh, aggregate(rows) | origin(groups))
+
+    async def _check_failures(self, fresh: Sequence[Group], version: int) -> None:
+        """Raises RolloutsFailing if too many trajectories of the step failed; a resumed run retries them."""
+        try:
+            check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
+        except RolloutsFailing as error:
+            await self.buffer.retry_on_resume(error.slots)
+            raise
+
+    async def counted(self) -> Metrics:
+        """Groups since the last row of metrics that were not trained on, by reason."""
+        before, self.counts = self.counts, await self.buffer.counts()
+        counted = (name for name in self.counts if name != "refused")  # the filter counts these
+        return {f"rollout/{name}": self.counts[name] - before.get(name, 0) for name in counted}
+
+    async def state(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts), "buffer": await self.buffer.state(), "strategy": self.strategy.state()}
+
+
 @dataclass
 class Trainer:
     """Consumes groups and trains the policy."""
 
     engine: TrainEngine
-    buffer: Buffer
-    strategy: SampleStrategy
+    groups: GroupSource
     publisher: Publisher
     schedule: Schedule
     monitor: Monitor
     saver: BackgroundSaver
-    cadence: Cadence
-    evaluator: RemoteEvaluator | None = None
-    held_out: HeldOut | None = None
-    """Rows to measure the loss over, at the cadence of evaluations."""
+    measurements: Measurements = field(default_factory=Measurements)
+    record: RunRecord = field(default_factory=RunRecord)
+    """Further state of the run for checkpoints and summary: stage, accuracies, seconds by phase."""
     resume: Checkpoint | None = None
     """The checkpoint of this stage to continue from."""
-    recorded_weights: Mapping[int, str] | None = None
-    """The hash of each version that earlier sessions published in this stage (`EarlierRollouts`)."""
-    max_failed_fraction: float = 1.0
-    """The largest fraction of a step's trajectories that may fail."""
-    enable_preview: bool = False
-    """Whether a table of rollouts (`rollout_examples`) is logged at every sync step."""
-    keep: Callable[[int, Sequence[Group], Batch], None] | None = None
-    """Called in every step with (train step, its groups, its experiences with their computed columns)."""
-    keep_updates: Callable[[int, Sequence[Group], Batch], None] | None = None
-    """Called in the same way after the updates, with the columns of `take_updates`, if the engine recorded them."""
+    keep: StepKeeper | None = None
+    preview: Preview = field(default_factory=Preview)
     before_learning: Callable[[], Awaitable[None]] | None = None
     """Called once the groups of a step have arrived: a rollout engine frees the device that it shares."""
-    record: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Further state of the run for checkpoints and summary: stage, accuracies, seconds by phase. JSON values."""
-    name: str = "trainer"
+    name: ClassVar[str] = TRAINER
 
     def __post_init__(self) -> None:
         self.train_continue = True
-        self.score: float | None = None
-        """The value that `checkpoint.keep_best` compares, if this step was evaluated; higher is better."""
-        self._earlier = EarlierRollouts(self.buffer, self.recorded_weights)
-        self._thread = StepThread()
-        self._in_progress: _InProgress | None = None
-        self._measured: dict[str, int | None] = {"evaluated": self.record.get("evaluated"), "measured": None}
-        """The step of the last evaluation, and the step at which the held-out loss was measured last."""
         self._reached = False
         """Whether the threshold of `schedule.until` has been crossed."""
-        self._seconds: dict[str, float] = {}
-        """Seconds by phase since the last row of metrics."""
-        self._counts: Mapping[str, int] = {}
-        self._examples: list[dict[str, Any]] = []
-        self._started = time.monotonic()
+        self._thread = StepThread()
 
     # ------------------------------------------------------------------ a stage, from its start to its end
 
@@ -142,7 +193,7 @@ class Trainer:
             state = self.resume.state
             self.engine.algorithm.restore(state["algorithm"])
             self.saver.step = self.resume.step
-            self._measured = {"evaluated": state["evaluated"], "measured": state["measured"]}
+            self.measurements.restore(state)
         self.publisher.last_trainer_sync_step = self.train_step_num
 
     async def train(self) -> str:
@@ -156,23 +207,26 @@ class Trainer:
         version, is_first = self.train_step_num, self.train_step_num == self.schedule.first_version
         await self.buffer.restore(state.get("buffer"), version)
         # A buffer without slot order restores nothing that newer versions sampled.
-        await self._earlier.start(version, ordered=self.schedule.ordered)
-        await self.strategy.restore(state.get("strategy", {}))
-        self._counts = state.get("counts", {})  # later counts belong to the next step's row
+        await self.publisher.earlier.start(version, ordered=self.schedule.ordered)
+        await self.groups.strategy.restore(state.get("strategy", {}))
+        self.groups.counts = state.get("counts", {})  # later counts belong to the next step's row
         if self.resume is None:
             self._draw_tasks(None)
         elif (curriculum := self.schedule.adaptive) is not None:
             curriculum.restore(state["curriculum"])
             self.synchronizer.publish_draws(curriculum.draws)
         self.publisher.publish_held()
-        if self.publisher.starts_from(version) and (self.publisher.is_followed or self.evaluator is not None):
+        measurements = self.measurements
+        evaluator, held_out, cadence = measurements.evaluator, measurements.held_out, measurements.cadence
+        if self.publisher.starts_from(version) and (self.publisher.is_followed or evaluator is not None):
             await asyncio.to_thread(self.sync_weight)
-        if is_first and self.evaluator is not None and self.cadence.evaluate_ends and not self.cadence.skip_start:
-            is_known = self._measured["evaluated"] == version  # by the stage before
-            measured = last_evaluation(self.record) if is_known else await self._evaluate(self.evaluator)
-            self.record = with_evaluation(self.record, measured, "before", "after")
-        if is_first and self.held_out is not None:
-            self.record["held_out_before"] = self.record["held_out_after"] = await self._measure(self.held_out)
+        if is_first and evaluator is not None and cadence.ends and not cadence.skip_start:
+            is_known = measurements.evaluated == version  # by the stage before
+            measured = self.record.last_evaluation() if is_known else await self._evaluate(evaluator)
+            self.record.add_evaluation(measured, "before", "after")
+        if is_first and held_out is not None:
+            measured = await self._measure(held_out)
+            self.record.values |= {"held_out_before": measured, "held_out_after": measured}
         self._reached = state.get("reached", False)
         self.train_continue = version < self.last_step and not self._reached
         if state.get("interrupted"):
@@ -181,12 +235,12 @@ class Trainer:
     async def end_step(self) -> None:
         """Evaluates and saves a checkpoint, if either is due. Raises the error of the previous save."""
         self.saver.look()
-        if self.evaluation_due and self.evaluator is not None:
-            measured = await self._evaluate(self.evaluator)
-            self.record = with_evaluation(self.record, measured, "after")
-        if self.held_out is not None and self._is_due("measured", at_end=True):
-            self.record["held_out_after"] = await self._measure(self.held_out)
-        if self.cadence.saves(self.train_step_num) and self.saver.step != self.train_step_num:
+        evaluator, held_out = self.measurements.evaluator, self.measurements.held_out
+        if self.evaluation_due and evaluator is not None:
+            self.record.add_evaluation(await self._evaluate(evaluator), "after")
+        if held_out is not None and self._is_due(self.measurements.held_out_due):
+            self.record.values["held_out_after"] = await self._measure(held_out)
+        if self.saver.is_due(self.train_step_num):
             await self.save_checkpoint()
 
     async def finish(self) -> None:
@@ -195,8 +249,7 @@ class Trainer:
         if self.saver.step != self.train_step_num:
             await self.save_checkpoint()
         await self.wait_for_save()
-        add_seconds(self.record, self._seconds)  # of phases after the row of the last step
-        self._seconds.clear()
+        self.record.end_row(self.record.phases)  # of phases after the row of the last step
 
     async def shutdown(self) -> None:
         """Closes the monitor and frees the engine."""
@@ -216,9 +269,9 @@ class Trainer:
         version = self.train_step_num
         has_checkpoint = self.saver.step == version
         before = {} if has_checkpoint else copy.deepcopy(await self._moving_state())
-        self._in_progress = _InProgress(version, before)
+        self._thread.step = _InProgress(version, before)
         yield
-        self._in_progress = None
+        self._thread.step = None
         if self._thread.was_cancelled:
             raise asyncio.CancelledError
 
@@ -230,7 +283,7 @@ class Trainer:
         """
         schedule, version = self.schedule, self.train_step_num
         shown = activity(f"step {version + 1}: rollouts", schedule.rollouts_per_step, groups=schedule.groups_per_step)
-        started = time.monotonic() - self._seconds.get("wait", 0.0)  # of its rollouts under an evaluation
+        started = time.monotonic() - self.record.phases.get("wait", 0.0)  # of its rollouts under an evaluation
         try:
             with self._timed("wait"), shown:
                 groups = await self._groups(version)
@@ -241,52 +294,26 @@ class Trainer:
         with self._timed("train"), activity(f"step {version + 1}: training", None, "micro-batches"):
             if self.before_learning is not None:
                 await self.before_learning()
-            keep = None if self.keep is None else partial(self.keep, version + 1, groups.all)
+            keep = None if self.keep is None else partial(self.keep.step, version + 1, groups.all)
             metrics = await self._thread.run(self._learn(groups.all), keep)
-            if self.keep_updates is not None and self.keep is not None and isinstance(self.engine, RecordingEngine):
-                keep = partial(self.keep_updates, version + 1, groups.all)
+            if self.keep is not None and self.keep.keeps_updates and isinstance(self.engine, RecordingEngine):
+                keep = partial(self.keep.updates, version + 1, groups.all)
                 await asyncio.to_thread(_keep_updates, self.engine, keep)
-        self.score = None  # this step has not been evaluated yet
+        self.measurements.score = None  # this step has not been evaluated yet
         metrics |= groups.metrics | staleness(groups.fresh, version) | await self._counted(version)
         metrics |= self.schedule.learn(groups.fresh)
         self._draw_tasks(version)
-        row = step_row(metrics, self._seconds, groups.fresh, time.monotonic() - started)
+        row = step_row(metrics, self.record.phases, groups.fresh, time.monotonic() - started)
         self._log_step(row, groups.fresh)
         self._end_where_reached(row)
         self.publisher.ask_for_sync(self.train_step_num)
         return self.train_continue
 
     async def _groups(self, version: int) -> StepGroups:
-        """Takes the groups of a step from the buffer; replaces groups that the algorithm's filter refuses."""
-        wanted = missing = self.schedule.groups_per_step
-        algorithm, rows = self.engine.algorithm, list[dict[str, float]]()
-        groups, fresh = list[Group](), list[Group]()
-        await self._earlier.verify(version, (self.publisher.last_sync_step, self.publisher.offered_hash))
-        for refills in reversed(range(algorithm.refill + 1)):
-            sample = await self._sample(missing, version)
-            groups += sample.groups
-            fresh += [group for group in sample.groups if group.slot not in sample.stored_slots]
-            rows.append({f"sample/{name}": value for name, value in sample.metrics.items()})
-            declare_missing(rows[-1], "a number that the sample strategy reported")
-            await self._check_failures(fresh, version)
-            missing = wanted - len(algorithm.filter(groups)[0])
-            if not (missing and refills):
-                break
-            await self.strategy.refuse(missing)
-        if missing == wanted:
-            _log.warning("step %d: all %d groups were refused, there is nothing to learn", version + 1, len(groups))
-        return StepGroups(groups, fresh, aggregate(rows) | origin(groups))
-
-    async def _sample(self, count: int, version: int) -> Sample:
-        return await self._wait_for_explorers(self.strategy.sample(count, version))
-
-    async def _check_failures(self, fresh: Sequence[Group], version: int) -> None:
-        """Raises RolloutsFailing if too many trajectories of the step failed; a resumed run retries them."""
-        try:
-            check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
-        except RolloutsFailing as error:
-            await self.buffer.retry_on_resume(error.slots)
-            raise
+        """Takes the groups of a step from the buffer."""
+        await self.publisher.verify_earlier(version)
+        wanted, algorithm = self.schedule.groups_per_step, self.engine.algorithm
+        return await self.groups.take(version, wanted, algorithm, self._wait_for_explorers)
 
     def _learn(self, groups: Sequence[Group]) -> Learn:
         """What the thread of a step calls: trains on its groups, which makes one new version."""
@@ -294,33 +321,30 @@ class Trainer:
 
     def _log_step(self, row: Metrics, fresh: Sequence[Group]) -> None:
         """Logs the row of a step, and adds its seconds and failed rollouts to the record of the run."""
-        add_seconds(self.record, {key.removeprefix("time/"): row[key] for key in row if key.startswith("time/")})
+        self.record.end_row({key.removeprefix("time/"): row[key] for key in row if key.startswith("time/")})
         failures = (t.failure for group in fresh for t in group.rollouts if t.failure is not None)
-        add_failures(self.record, map(described_failure, failures))
-        self._seconds.clear()
+        self.record.add_failures(map(described_failure, failures))
         if "reward/mean" in row and "train/preference_accuracy" not in row:  # pairs have rewards of 1 and 0
-            self.record["rewards"] = [*self.record.get("rewards", ()), row["reward/mean"]]
+            self.record.values["rewards"] = [*self.record.values.get("rewards", ()), row["reward/mean"]]
         self.synchronizer.report_step(self.train_step_num)
         self.monitor.log(self.train_step_num, row)
-        if self.enable_preview:
+        if self.preview.enabled:
             self._preview(examples_of(fresh))
 
     async def _counted(self, version: int) -> Metrics:
         """Groups since the last step that were not trained on, by reason, and the fields that `--change` changed."""
-        before, self._counts = self._counts, await self.buffer.counts()
-        counted = (name for name in self._counts if name != "refused")  # the filter counts these
-        metrics: Metrics = {f"rollout/{name}": self._counts[name] - before.get(name, 0) for name in counted}
-        if changed := num_changed_fields(self.record, version):
+        metrics, earlier = await self.groups.counted(), self.publisher.earlier
+        if changed := self.record.num_changed_fields(version):
             metrics["train/changed_fields"] = changed
-        if self._earlier.num_discarded:
-            metrics["rollout/discarded"], self._earlier.num_discarded = self._earlier.num_discarded, 0
+        if earlier.num_discarded:
+            metrics["rollout/discarded"], earlier.num_discarded = earlier.num_discarded, 0
         return metrics
 
     def _draw_tasks(self, version: int | None) -> None:
         """Draws and publishes the tasks of the slots that no version up to `version` admits, where a curriculum learns;
         None: of the first slots."""
         if (curriculum := self.schedule.adaptive) is not None:
-            self.schedule.draw_tasks(version, num_replaced(self._counts))
+            self.schedule.draw_tasks(version, num_replaced(self.groups.counts))
             self.synchronizer.publish_draws(curriculum.draws)
 
     def _end_where_reached(self, metrics: Metrics) -> None:
@@ -335,9 +359,7 @@ class Trainer:
         return self._sync_due(self.synchronizer.board.read())
 
     def _sync_due(self, values: Values) -> bool:
-        version = self.train_step_num
-        is_needed = self.evaluation_due or version in self._earlier.unverified
-        return self.publisher.is_due(version, values, is_needed=is_needed)
+        return self.publisher.is_due(self.train_step_num, values, is_needed=self.evaluation_due)
 
     def sync_weight(self) -> None:
         """Offers the current weights to the channel and, if they were delivered, publishes their version. Blocks."""
@@ -356,27 +378,24 @@ class Trainer:
         return await self.publisher.wait_for_explorers(result, self._sync_due, sync_if_due, self.saver)
 
     def _preview(self, examples: Sequence[dict[str, Any]]) -> None:
-        self._examples += examples
+        self.preview.examples += examples
 
     def _show_examples(self) -> None:
-        if self._examples:
-            self.monitor.table(self.train_step_num, "rollout_examples", self._examples)
-            self._examples = []
+        if self.preview.examples:
+            self.monitor.table(self.train_step_num, "rollout_examples", self.preview.examples)
+            self.preview.examples = []
 
     # ------------------------------------------------------------------ evaluation
 
     @property
     def evaluation_due(self) -> bool:
         """Whether an evaluation of the current step is due and has not been done."""
-        at_end = self.cadence.evaluate_ends and not self.cadence.skip_end
-        return self.evaluator is not None and self._is_due("evaluated", at_end=at_end)
+        return self._is_due(self.measurements.evaluation_due)
 
-    def _is_due(self, what: str, *, at_end: bool) -> bool:
-        """Whether a measurement of this step is due; `at_end`: also at the end of the stage."""
+    def _is_due(self, due: Callable[..., bool]) -> bool:
+        """Whether a measurement of this step is due; none is before the first one."""
         version = self.train_step_num
-        if version in (self.schedule.first_version, self._measured[what]):
-            return False
-        return (at_end and not self.train_continue) or self.cadence.evaluates(version)
+        return version != self.schedule.first_version and due(version, ended=not self.train_continue)
 
     async def _evaluate(self, evaluator: RemoteEvaluator) -> dict[str, float]:
         """Logs an evaluation row; returns its mean reward and, unless rewards are graded, its accuracy."""
@@ -384,9 +403,9 @@ class Trainer:
         started = time.monotonic()
         with span(TRAINER_LANE, "evaluate", step=version), activity(f"evaluating {evaluator.taskset}"):
             metrics = dict(await self._wait_for_explorers(evaluator.run(version)))
-        self._measured["evaluated"] = version
+        self.measurements.evaluated = version
         training_s = metrics.pop(TRAINING_S, 0.0)
-        self._seconds["wait"] = self._seconds.get("wait", 0.0) + training_s
+        self.record.spend("wait", training_s)
         self._log_evaluation(metrics, time.monotonic() - started - training_s)
         names = ("reward",) if metrics.get(f"eval/{evaluator.taskset}/partial") else ("accuracy", "reward")
         keys = {name: f"eval/{evaluator.taskset}/{name}" for name in names}
@@ -397,17 +416,17 @@ class Trainer:
         started, groups = time.monotonic(), await held_out.groups()
         with activity(f"measuring the loss on {held_out.taskset}", None, "micro-batches"):
             metrics = held_out.named(await asyncio.to_thread(held_out_loss, self.engine, groups, self.engine.algorithm))
-        self._measured["measured"] = self.train_step_num
+        self.measurements.measured = self.train_step_num
         self._log_evaluation(metrics, time.monotonic() - started)
         return metrics
 
     def _log_evaluation(self, metrics: Metrics, seconds: float) -> None:
-        add_seconds(self.record, {"evaluate": seconds})
+        self.record.add_seconds({"evaluate": seconds})
         self.monitor.log(self.train_step_num, {**metrics, "time/evaluate": seconds})
         if self.train_step_num > self.schedule.first_version:
             self._end_where_reached(metrics)
         if (best := self.saver.store.keep_best) in metrics:
-            self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
+            self.measurements.score = -metrics[best] if declared(best).better == "down" else metrics[best]
 
     # ------------------------------------------------------------------ saving
 
@@ -433,8 +452,7 @@ class Trainer:
         state = {
             **self.run_record,
             "version": version,
-            "score": self.score,
-            **self._measured,
+            **self.measurements.state(),
             "reached": self._reached,
             **moving,
             "monitor": self.monitor.state(),
@@ -444,9 +462,7 @@ class Trainer:
     async def _moving_state(self) -> dict[str, Any]:
         """The state that a train step changes before it is complete."""
         return {
-            "counts": dict(self._counts),
-            "buffer": await self.buffer.state(),
-            "strategy": self.strategy.state(),
+            **await self.groups.state(),
             "algorithm": self.engine.algorithm.state(),
             "curriculum": None if (curriculum := self.schedule.adaptive) is None else curriculum.state(),
         }
@@ -462,7 +478,7 @@ class Trainer:
                 _log.warning("step %d is not saved: the thread of the next step still computes", self.train_step_num)
                 return
             # Read after the wait: until then the thread of a step may make a new version.
-            version, step = self.train_step_num, self._in_progress
+            version, step = self.train_step_num, self._thread.step
             has_checkpoint = self.saver.failed or version in (self.saver.step, self.schedule.first_version)
             is_unlogged = step is not None and step.version != version  # it updated the weights, and failed then
             if has_checkpoint or is_unlogged or not self.engine.holds_version:
@@ -480,6 +496,10 @@ class Trainer:
     # ------------------------------------------------------------------ where the run is
 
     @property
+    def buffer(self) -> Buffer:
+        return self.groups.buffer
+
+    @property
     def synchronizer(self) -> Synchronizer:
         return self.publisher.synchronizer
 
@@ -494,23 +514,16 @@ class Trainer:
         return self.schedule.first_version + self.schedule.steps
 
     @property
-    def seconds(self) -> float:
-        """Wall time spent on this run, earlier sessions and stages included."""
-        return self.record.get("seconds", 0.0) + time.monotonic() - self._started
-
-    @property
     def run_record(self) -> dict[str, Any]:
         """The record of the run so far, for later stages, later sessions and the summary."""
-        record = {**self.record, "seconds": self.seconds}
-        add_seconds(record, self._seconds)
-        return record
+        return self.record.current()
 
     @contextmanager
     def _timed(self, name: str) -> Generator[None]:
         started = time.monotonic()
         yield
         add_span(TRAINER_LANE, name, started, time.monotonic(), step=self.train_step_num + (name == "wait"))
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
+        self.record.spend(name, time.monotonic() - started)
 
 
 def _keep_updates(engine: RecordingEngine, keep: Keep) -> None:
@@ -526,11 +539,12 @@ class StepThread:
     def __init__(self) -> None:
         self.was_cancelled = False
         """Whether a step ran to its end although `run` was cancelled."""
-        self._step: asyncio.Future[Metrics] | None = None
+        self.step: _InProgress | None = None
+        self._computing: asyncio.Future[Metrics] | None = None
 
     @property
     def is_computing(self) -> bool:
-        return self._step is not None and not self._step.done()
+        return self._computing is not None and not self._computing.done()
 
     async def run(self, learn: Learn, keep: Keep | None) -> Metrics:
         """The metrics that `learn(keep)` returns. If this call is cancelled after the first update has begun, it still
@@ -543,7 +557,7 @@ class StepThread:
             if keep is not None:
                 keep(batch)
 
-        self._step = step = asyncio.ensure_future(asyncio.to_thread(learn, keep_unless_cancelled))
+        self._computing = step = asyncio.ensure_future(asyncio.to_thread(learn, keep_unless_cancelled))
         try:
             return await asyncio.shield(step)
         except asyncio.CancelledError:

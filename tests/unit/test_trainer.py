@@ -25,7 +25,7 @@ from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, RunConfig, config_from_mapping, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.evaluate import Evaluator, RemoteEvaluator
+from trivium.evaluate import Evaluator, Measurements, RemoteEvaluator
 from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import RunDirError, StorageError, TriviumError
@@ -38,7 +38,7 @@ from trivium.runtime.launch import run as launch
 from trivium.schedule import Cadence, Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
-from trivium.trainer import Keep, Learn, Trainer
+from trivium.trainer import GroupSource, Keep, Learn, Preview, Trainer
 from trivium.types import TRAINER, Batch, Group, Metrics, RunningStatus, Sample, Sampling
 
 
@@ -76,7 +76,8 @@ class Run:
     steps: int = 5
     data: int = 100
     """Steps for which there is data."""
-    cadence: Cadence = field(default_factory=lambda: Cadence(save_every=2))
+    save_every: int = 2
+    cadence: Cadence = field(default_factory=Cadence)
     evaluated: bool = False
     interval: int = 1
     until: tuple[str, float, float] | None = None
@@ -107,16 +108,14 @@ class Run:
         self.store = CountingStore(self.directory / "checkpoints")
         return self.make(
             engine,
-            buffer,
-            Limited(buffer, self.data),
+            GroupSource(buffer, Limited(buffer, self.data)),
             Publisher(engine, buffer, channel, synchronizer, schedule),
             schedule,
             self.monitor,
-            BackgroundSaver(self.store, engine, asynchronous=self.asynchronous),
-            self.cadence,
-            enable_preview=self.preview,
+            BackgroundSaver(self.store, engine, asynchronous=self.asynchronous, every=self.save_every),
+            Measurements(RemoteEvaluator(synchronizer, "test") if self.evaluated else None, cadence=self.cadence),
             resume=self.store.latest(),
-            evaluator=RemoteEvaluator(synchronizer, "test") if self.evaluated else None,
+            preview=Preview(self.preview),
         )
 
     def explorer(self) -> Explorer:
@@ -148,16 +147,16 @@ class Run:
 
 
 async def test_where_the_time_of_a_run_goes_is_summed_over_its_steps_and_evaluations(tmp_path: Path) -> None:
-    cadence = Cadence(save_every=2, evaluate_every=2, evaluate_ends=True)
+    cadence = Cadence(2, ends=True)
     played = Run(tmp_path, steps=3, cadence=cadence, evaluated=True)
     trainer = await played.play()
     rows = [row for _, row in played.monitor.rows]
-    spent = trainer.record["time"]
+    spent = trainer.run_record["time"]
     for name in ("wait", "train", "advantage", "update/policy", "evaluate"):
         assert spent[name] == pytest.approx(sum(row.get(f"time/{name}", 0.0) for row in rows))
     assert spent["checkpoint"] > sum(row.get("time/checkpoint", 0.0) for row in rows)  # one came after the last row
     assert all(0 <= row["perf/idle"] <= 1 for row in rows if "time/step" in row)
-    assert spent["wait"] + spent["train"] <= trainer.seconds
+    assert spent["wait"] + spent["train"] <= trainer.record.seconds
     resumed = Run(tmp_path, steps=5, cadence=cadence).trainer().resume
     assert resumed is not None
     assert resumed.state["time"].keys() >= {"wait", "train", "update/policy"}
@@ -165,14 +164,14 @@ async def test_where_the_time_of_a_run_goes_is_summed_over_its_steps_and_evaluat
 
 async def test_rollouts_of_the_next_step_under_an_evaluation_are_time_of_that_step(tmp_path: Path) -> None:
     """Two rollouts of the evaluation and six of the next step run at the same time."""
-    cadence = Cadence(evaluate_ends=True)
-    played = Run(tmp_path, steps=1, cadence=cadence, evaluated=True, rollout_s=0.4)
+    cadence = Cadence(ends=True)
+    played = Run(tmp_path, steps=1, save_every=0, cadence=cadence, evaluated=True, rollout_s=0.4)
     trainer = await played.play()
     first, step, last = (row for _, row in played.monitor.rows)
     assert step["time/wait"] > 0.2 > first["time/evaluate"]
     assert step["time/step"] > step["time/wait"]
     assert last["time/evaluate"] > 0.4, "nothing else was rolled out"
-    assert trainer.record["time"]["wait"] == pytest.approx(step["time/wait"], abs=0.1)
+    assert trainer.run_record["time"]["wait"] == pytest.approx(step["time/wait"], abs=0.1)
     assert "time/rollouts_for_training" not in first
 
 
@@ -185,7 +184,7 @@ async def test_rollouts_of_the_next_step_under_an_evaluation_are_time_of_that_st
 async def test_the_end_of_a_stage_is_saved_once_wherever_in_the_interval_it_falls(
     steps: int, save_every: int, saves: list[int], tmp_path: Path
 ) -> None:
-    played = Run(tmp_path, steps=steps, cadence=Cadence(save_every=save_every))
+    played = Run(tmp_path, steps=steps, save_every=save_every)
     trainer = await played.play()
     assert played.store.saves == played.store.steps() == saves
     assert trainer.train_step_num == steps
@@ -194,14 +193,14 @@ async def test_the_end_of_a_stage_is_saved_once_wherever_in_the_interval_it_fall
 
 @pytest.mark.parametrize(("data", "saves"), [(3, [2, 3]), (4, [2, 4])])
 async def test_the_end_of_the_data_is_saved_and_evaluated_once(data: int, saves: list[int], tmp_path: Path) -> None:
-    cadence = Cadence(save_every=2, evaluate_every=2, evaluate_ends=True)
+    cadence = Cadence(2, ends=True)
     played = Run(tmp_path, steps=50, data=data, cadence=cadence, evaluated=True)
     trainer = await played.play()
     assert trainer.train_step_num == data
     assert not trainer.train_continue
     assert played.store.saves == played.store.steps() == saves
     assert played.monitor.steps_with("eval/test/accuracy") == sorted({0, 2, data})
-    assert trainer.record["accuracy_after"] == played.monitor.rows[-1][1]["eval/test/accuracy"]
+    assert trainer.run_record["accuracy_after"] == played.monitor.rows[-1][1]["eval/test/accuracy"]
 
     again = Run(tmp_path, steps=50, data=data, cadence=cadence, evaluated=True)  # the same command once more
     await again.play()
@@ -216,14 +215,13 @@ async def test_the_end_of_the_data_is_saved_and_evaluated_once(data: int, saves:
 async def test_an_evaluation_after_a_step_may_end_the_stage(tmp_path: Path) -> None:
     """Not the one at its start; and a run that is resumed stays ended."""
     until = ("eval/test/version", -math.inf, 3.0)
-    cadence = Cadence(save_every=0, evaluate_every=2, evaluate_ends=True)
+    cadence = Cadence(2, ends=True)
     for _ in range(2):
-        one = Run(tmp_path, steps=50, cadence=cadence, evaluated=True, until=until)
+        one = Run(tmp_path, steps=50, save_every=0, cadence=cadence, evaluated=True, until=until)
         trainer = await one.play()
         assert (trainer.train_step_num, trainer.train_continue, one.store.steps()) == (4, False, [4])
-    at_start = Run(
-        tmp_path / "other", steps=50, cadence=cadence, evaluated=True, until=("eval/test/version", 9.0, math.inf)
-    )
+    until = ("eval/test/version", 9.0, math.inf)
+    at_start = Run(tmp_path / "other", steps=50, save_every=0, cadence=cadence, evaluated=True, until=until)
     assert (await at_start.play()).train_step_num == 2
 
 
@@ -238,14 +236,14 @@ class Broken(Counting):
 
 
 async def test_an_error_in_training_ends_the_run_and_saves_nothing(tmp_path: Path) -> None:
-    broken = Run(tmp_path, cadence=Cadence(save_every=1), engine_of=Broken)
+    broken = Run(tmp_path, save_every=1, engine_of=Broken)
     with pytest.raises(ExceptionGroup) as caught:
         await broken.play()
     assert caught.group_contains(FloatingPointError, match="not finite")
     assert broken.store.saves == broken.store.steps() == [1, 2]
     assert broken.monitor.steps_with("train/version") == [1, 2]
 
-    mended = Run(tmp_path, cadence=Cadence(save_every=1))
+    mended = Run(tmp_path, save_every=1)
     trainer = await mended.play()
     assert mended.store.saves == [3, 4, 5]
     assert trainer.engine.version == 5
@@ -276,7 +274,7 @@ class Breaking(Trainer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.strategy = Starved(self.buffer, 100)
+        self.groups.strategy = Starved(self.buffer, 100)
 
 
 @pytest.mark.parametrize(
@@ -287,14 +285,14 @@ class Breaking(Trainer):
 async def test_the_last_good_step_is_saved_before_a_failure_is_raised(
     how: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    whole = Run(tmp_path / "whole", cadence=Cadence(save_every=0))
+    whole = Run(tmp_path / "whole", save_every=0)
     await whole.play()
-    broken = Run(tmp_path / "run", cadence=Cadence(save_every=0), **how)
+    broken = Run(tmp_path / "run", save_every=0, **how)
     with pytest.raises(ExceptionGroup) as caught:
         await broken.play()
     assert caught.group_contains((TriviumError, LookupError), match=message)
     assert broken.store.steps() == [2]
-    mended = Run(tmp_path / "run", cadence=Cadence(save_every=0))
+    mended = Run(tmp_path / "run", save_every=0)
     trainer = await mended.play()  # on the groups of the third step, which had been taken
     assert mended.store.steps() == [2, 5]
     assert cast(Counting, trainer.engine).updates == cast(Counting, whole.made.engine).updates[2:]
@@ -342,7 +340,7 @@ class OvertakenLate(Overtaken):
 async def test_a_failure_elsewhere_waits_for_the_thread_of_the_step_and_saves_no_step_twice(
     make: Callable[..., Overtaken], saved: list[int], tmp_path: Path
 ) -> None:
-    broken = Run(tmp_path, cadence=Cadence(save_every=0), make=make)
+    broken = Run(tmp_path, save_every=0, make=make)
 
     async def fail_in_the_third_step() -> None:
         await until(lambda: hasattr(broken, "made") and cast(Overtaken, broken.made).stepping.is_set())
@@ -355,7 +353,7 @@ async def test_a_failure_elsewhere_waits_for_the_thread_of_the_step_and_saves_no
     assert await asyncio.to_thread(cast(Overtaken, broken.made).ended.wait, 60)
     updates = [version for version, *_ in cast(Counting, broken.made.engine).updates]
     assert (broken.store.steps(), updates) == (saved, [*range(saved[0])])
-    resumed = await Run(tmp_path, cadence=Cadence(save_every=0)).play()
+    resumed = await Run(tmp_path, save_every=0).play()
     assert [version for version, *_ in cast(Counting, resumed.engine).updates] == [*range(saved[0], 5)]
 
 
@@ -385,7 +383,7 @@ async def test_a_version_made_while_the_end_waits_for_a_save_is_not_saved_with_t
             await super().wait_for_save()
 
     monkeypatch.setattr("trivium.trainer._STEP_ENDS_S", 0.05)
-    broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Lingering, make=Waiting)
+    broken = Run(tmp_path, save_every=0, engine_of=Lingering, make=Waiting)
 
     async def fail_in_the_third_step() -> None:
         await until(lambda: hasattr(broken, "made") and cast(Lingering, broken.made.engine).stepping.is_set())
@@ -400,7 +398,7 @@ async def test_a_version_made_while_the_end_waits_for_a_save_is_not_saved_with_t
 async def test_ctrl_c_waits_for_a_long_step_and_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trivium.trainer._STEP_ENDS_S", 0.05)
     monkeypatch.setattr("trivium.trainer.interrupted", pressed := threading.Event())
-    run = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Lingering)
+    run = Run(tmp_path, save_every=0, engine_of=Lingering)
     playing = asyncio.ensure_future(run.play())
     await until(lambda: hasattr(run, "made") and cast(Lingering, run.made.engine).stepping.is_set())
     pressed.set()
@@ -412,7 +410,7 @@ async def test_ctrl_c_waits_for_a_long_step_and_saves_it(tmp_path: Path, monkeyp
 
 
 async def test_weights_between_two_steps_are_not_saved(tmp_path: Path) -> None:
-    broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Broken)
+    broken = Run(tmp_path, save_every=0, engine_of=Broken)
     with pytest.raises(ExceptionGroup):
         await broken.play()
     assert broken.store.steps() == []
@@ -425,7 +423,7 @@ async def test_a_save_that_fails_after_a_failure_does_not_hide_it(
         def save(self, directory: Path, on_copied: Callable[[], object] | None = None) -> None:
             raise OSError("disk full")
 
-    broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Full)
+    broken = Run(tmp_path, save_every=0, engine_of=Full)
     with pytest.raises(ExceptionGroup) as caught:
         await broken.play()
     assert caught.group_contains(TriviumError, match="no number")
@@ -440,12 +438,12 @@ async def test_what_a_failure_left_undone_at_a_step_is_done_when_the_run_goes_on
                 raise LookupError("no grader")
             await super().end_step()
 
-    cadence = Cadence(evaluate_every=3)
-    broken = Run(tmp_path, cadence=cadence, evaluated=True, make=Blind)
+    cadence = Cadence(3)
+    broken = Run(tmp_path, save_every=0, cadence=cadence, evaluated=True, make=Blind)
     with pytest.raises(ExceptionGroup):
         await broken.play()
     assert broken.store.steps() == [3]
-    mended = Run(tmp_path, cadence=cadence, evaluated=True)
+    mended = Run(tmp_path, save_every=0, cadence=cadence, evaluated=True)
     await mended.play()
     assert mended.monitor.steps_with("eval/test/accuracy") == [3]
 
@@ -480,7 +478,7 @@ async def test_what_the_sample_strategy_reports_needs_no_declaration(tmp_path: P
     class Listening(Trainer):
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.strategy = Talking(self.buffer, 100)
+            self.groups.strategy = Talking(self.buffer, 100)
 
     played = Run(tmp_path, steps=2, make=Listening)
     await played.play()
@@ -493,7 +491,7 @@ async def test_an_error_outside_the_model_is_as_loud(tmp_path: Path) -> None:
             if step == 2:
                 raise OSError("disk full")
 
-    broken = Run(tmp_path, cadence=Cadence(save_every=1), monitor=Full())
+    broken = Run(tmp_path, save_every=1, monitor=Full())
     with pytest.raises(ExceptionGroup) as caught:
         await broken.play()
     assert caught.group_contains(OSError, match="disk full")
@@ -507,7 +505,7 @@ async def test_a_best_step_is_known_by_its_score_also_where_the_data_ended(tmp_p
             self.store.keep, self.store.keep_best = 1, "eval/test/accuracy"
             return trainer
 
-    played = Best(tmp_path, steps=9, data=3, cadence=Cadence(evaluate_every=3), evaluated=True)
+    played = Best(tmp_path, steps=9, data=3, save_every=0, cadence=Cadence(3), evaluated=True)
     await played.play()
     latest = played.store.latest()
     assert latest is not None
@@ -596,7 +594,7 @@ async def test_a_need_sync_of_ones_own_is_asked_while_data_is_awaited(tmp_path: 
     class Knowing(Trainer):
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.strategy = Late(self.buffer, 100)
+            self.groups.strategy = Late(self.buffer, 100)
             self.asked = 0
 
         def need_sync(self) -> bool:
@@ -705,8 +703,8 @@ async def test_a_background_save_that_fails_ends_the_run_and_is_named(tmp_path: 
     class Starving(Trainer):
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.strategy = Hungry(self.buffer, 100)
-            self.strategy.trainer = self
+            self.groups.strategy = Hungry(self.buffer, 100)
+            self.groups.strategy.trainer = self
 
         async def wait_for_save(self) -> None:
             cast(Slow, self.engine).allowed.set()

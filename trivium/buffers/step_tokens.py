@@ -32,22 +32,30 @@ Columns = Mapping[str, AnyArray]
 """Arrays of one sequence by name, leading axis L."""
 
 
-def keep_step(run_dir: Path, log: StepLog, step: int, groups: Sequence[Group], batch: Batch, *, tokens: bool) -> None:
-    """Records the groups that a train step took. With `tokens`, also writes their computed values (`keep_tokens`)."""
-    if tokens:
-        keep_tokens(run_dir, step, groups, batch)
-    log.took(step, groups)
+@dataclass(frozen=True)
+class StepFiles:
+    """Records the groups that train steps take. With `keeps_updates`, also writes their computed values: `run.keep:
+    tokens`."""
+
+    run_dir: Path
+    log: StepLog
+    keeps_updates: bool
+
+    def step(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        """Records a step; writes its values (`keep_tokens`)."""
+        if self.keeps_updates:
+            keep_tokens(self.run_dir, step, groups, batch)
+        self.log.took(step, groups)
+
+    def updates(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        """Writes `tokens/update-NNNNNN.safetensors`: columns of each token in the first pass of its updates."""
+        _keep(tokens_file(self.run_dir, step, "update"), groups, batch)
 
 
 def keep_tokens(run_dir: Path, step: int, groups: Sequence[Group], batch: Batch) -> None:
     """Writes `tokens/step-NNNNNN.safetensors`: the batch of a train step with its columns. `groups` are all groups that
     the step took."""
     _keep(tokens_file(run_dir, step), groups, batch)
-
-
-def keep_updates(run_dir: Path, step: int, groups: Sequence[Group], batch: Batch) -> None:
-    """Writes `tokens/update-NNNNNN.safetensors`: the columns of each token in the first pass of a step's updates."""
-    _keep(tokens_file(run_dir, step, "update"), groups, batch)
 
 
 def _keep(path: Path, groups: Sequence[Group], batch: Batch) -> None:

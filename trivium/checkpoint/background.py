@@ -16,15 +16,20 @@ from trivium.protocols import TrainEngine
 class BackgroundSaver:
     """Saves checkpoints of a run as a task of one event loop, one at a time."""
 
-    def __init__(self, store: CheckpointStore, engine: TrainEngine, *, asynchronous: bool) -> None:
-        """`asynchronous`: training continues while the files are written, if the engine supports it."""
-        self.store, self.engine, self.asynchronous = store, engine, asynchronous
+    def __init__(self, store: CheckpointStore, engine: TrainEngine, *, asynchronous: bool, every: int = 0) -> None:
+        """`asynchronous`: training continues while the files are written, if the engine supports it. `every`: the
+        interval of checkpoints, in train steps; 0: only at the end of a stage."""
+        self.store, self.engine, self.asynchronous, self.every = store, engine, asynchronous, every
         self.step: int | None = None
         """The step of the last save that began, or the step that the run continues from."""
         self.writing: asyncio.Task[Path] | None = None
         """The save in progress."""
         self.failed = False
         """Whether the last save that ended failed."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due at this train step and has not been begun."""
+        return self.every > 0 and step % self.every == 0 and self.step != step
 
     async def save(self, step: int, state: Mapping[str, Any], write_more: Callable[[Path], None]) -> None:
         """Saves the engine, `state` and the files that `write_more` writes. Returns when the save is complete or, if an

@@ -145,6 +145,24 @@ class _Recorded(MemoryBuffer):
 # --------------------------------------------------------------------------- the trainer
 
 
+class _KeptBatch:
+    """Keeps the batch of a train step with its computed columns."""
+
+    keeps_updates = False
+
+    def __init__(self, before_update: Callable[[Batch], None] | None) -> None:
+        self.batch = Batch(())
+        self._before_update = before_update
+
+    def step(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        self.batch = batch
+        if self._before_update is not None:
+            self._before_update(batch)
+
+    def updates(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        """Keeps nothing of them."""
+
+
 class _NewestMetrics:
     """A monitor that keeps the metrics of the newest step."""
 
@@ -169,7 +187,6 @@ class ReplayedTrainer:
         self.hashes: dict[int, str] = {}
         """Version -> hash of its weights, for each version reached."""
         self._newest = _NewestMetrics()
-        self._batch = Batch(())
         synchronizer = build_synchronizer(stage.config, MemoryBoard())
         self.trainer: Trainer = build_trainer(
             stage,
@@ -181,7 +198,7 @@ class ReplayedTrainer:
         )
         # A note of a version is a line of the run's record. The run has accepted its failed rollouts already.
         self.trainer.publisher.note = None
-        self.trainer.max_failed_fraction = 1.0
+        self.trainer.groups.max_failed_fraction = 1.0
 
     @property
     def version(self) -> int:
@@ -221,7 +238,7 @@ class ReplayedTrainer:
         trainer, state = self.trainer, checkpoint.state if checkpoint is not None else {}
         trainer.prepare()
         await trainer.buffer.restore(state.get("buffer") if not self.explored else None, trainer.train_step_num)
-        await trainer.strategy.restore(state.get("strategy", {}))
+        await trainer.groups.strategy.restore(state.get("strategy", {}))
         self._note_hash()
 
     async def go_to(self, version: int, wanted: Collection[int] = ()) -> dict[int, list[tuple[str, torch.Tensor]]]:
@@ -237,21 +254,14 @@ class ReplayedTrainer:
     async def step(self, before_update: Callable[[Batch], None] | None = None) -> tuple[Metrics, Batch]:
         """Takes the next train step; returns its metrics and the batch with its computed columns. `before_update` gets
         the same batch before the weights change."""
-
-        def keep(step: int, groups: Sequence[Group], batch: Batch) -> None:
-            del step, groups
-            self._batch = batch
-            if before_update is not None:
-                before_update(batch)
-
-        self.trainer.keep = keep
+        self.trainer.keep = kept = _KeptBatch(before_update)
         self.trainer.publisher.last_sync_step = self.version  # no explorer waits for weights
         before = self.version
         await self.trainer.train_step()
         if self.version == before:
             raise RunDirError(f"train step {before + 1}", "the data of the run ended before it", "name an earlier step")
         self._note_hash()
-        return self._newest.row, self._batch
+        return self._newest.row, kept.batch
 
     def _note_hash(self) -> None:
         """Offers the weights to the channel, and notes their hash."""

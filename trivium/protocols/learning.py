@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from trivium.protocols.weight_channel import WeightChannel, WeightOffer, offer_on
 from trivium.types import SaveStrategy
@@ -278,10 +278,12 @@ class FileMonitor(Protocol):
 class TrainerProtocol(Protocol):
     """The methods of a trainer that `loops.train_loop` calls; see `trivium.trainer.Trainer`."""
 
-    name: str
-    buffer: Buffer
+    name: ClassVar[str]
     train_continue: bool
     """Whether there is another step to take."""
+
+    @property
+    def buffer(self) -> Buffer: ...
 
     @property
     def synchronizer(self) -> Synchronizer: ...

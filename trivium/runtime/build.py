@@ -16,12 +16,13 @@ from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.algorithms.teachers.teacher_prompts import TeacherPrompts
 from trivium.buffers.pipeline import Pipeline
 from trivium.buffers.step_log import StepLog
-from trivium.buffers.step_tokens import keep_step, keep_updates
+from trivium.buffers.step_tokens import StepFiles
 from trivium.checkpoint.background import BackgroundSaver
+from trivium.checkpoint.run_record import RunRecord
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.recording import recorded, scores_observations
-from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
+from trivium.evaluate import Evaluator, HeldOut, Measurements, RemoteEvaluator
 from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.atomic import made_directory
 from trivium.foundation.board import Board, MemoryBoard
@@ -43,9 +44,9 @@ from trivium.schedule import Cadence, Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.tasks.curricula import curriculum_of
 from trivium.tasks.rows import RowTasks
-from trivium.trainer import Trainer
+from trivium.trainer import GroupSource, Preview, Trainer
 from trivium.training.device import described_machine
-from trivium.types import SERVED, TRAINER, capabilities_of
+from trivium.types import SERVED, capabilities_of
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def build_trainer(
     explored, preview = capabilities_of(buffer).explored, config.run.enable_preview
     engine = (make_engine or build_train_engine)(stage, algorithm, endpoints.channel)
     log = StepLog(stage.run_dir, schedule, described_machine(config, stage.threads))
-    keep = partial(keep_step, stage.run_dir, log, tokens=config.run.keep == "tokens")
+    keep = StepFiles(stage.run_dir, log, keeps_updates=config.run.keep == "tokens")
     publisher = Publisher(
         engine,
         buffer,
@@ -202,26 +203,26 @@ def build_trainer(
         schedule,
         keeps_versions=capabilities_of(resolve("channels", config.sync.method)).uses_directory,
         note=log.published,
+        recorded=log.recorded_weights if explored else None,
     )
+    save = config.checkpoint
     return make(
         engine=engine,
-        buffer=buffer,
-        strategy=strategy,
+        groups=GroupSource(buffer, strategy, config.workflow.max_failed_fraction),
         publisher=publisher,
         schedule=schedule,
         monitor=monitor,
-        saver=BackgroundSaver(store, engine, asynchronous=config.checkpoint.asynchronous),
-        cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
-        evaluator=RemoteEvaluator(endpoints.synchronizer, str(config.evaluation.taskset)) if stage.evaluated else None,
-        held_out=_held_out(stage, schedule),
+        saver=BackgroundSaver(store, engine, asynchronous=save.asynchronous, every=save.save_every),
+        measurements=Measurements(
+            RemoteEvaluator(endpoints.synchronizer, str(config.evaluation.taskset)) if stage.evaluated else None,
+            _held_out(stage, schedule),
+            Cadence(config.evaluation.every, stage.is_last),
+            evaluated=record.get("evaluated"),
+        ),
+        record=RunRecord(record),
         resume=resume,
-        recorded_weights=log.recorded_weights if explored else None,
-        max_failed_fraction=config.workflow.max_failed_fraction,
-        enable_preview=bool(file_monitors(monitor)) if preview is None else preview,
         keep=keep if explored and not capabilities_of(buffer).shared else None,
-        keep_updates=partial(keep_updates, stage.run_dir) if config.run.keep == "tokens" else None,
-        record=record,
-        name=TRAINER,
+        preview=Preview(bool(file_monitors(monitor)) if preview is None else preview),
     )
 
 

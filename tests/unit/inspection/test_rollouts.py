@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trivium.buffers.journal import write_groups
 from trivium.buffers.step_log import StepLog
-from trivium.buffers.step_tokens import keep_step
+from trivium.buffers.step_tokens import StepFiles
 from trivium.config import config_from_mapping
 from trivium.foundation.errors import ConfigError, DataError, RunDirError
 from trivium.inspection.rollout_view import decoder, json_of, rollouts_of, text_of
@@ -162,7 +162,7 @@ def learn(run_dir: Path, step: int, *groups: Group, advantage: float = 0.0) -> N
     batch = Batch(tuple(e for each in groups for member in each.alive for e in experiences_of(each, member)))
     batch = batch.with_columns(advantages=[np.full(len(e), advantage, np.float32) for e in batch.experiences])
     log = StepLog(run_dir, Schedule([], seed=0, groups_per_step=2), {})
-    keep_step(run_dir, log, step, groups, batch, tokens=True)
+    StepFiles(run_dir, log, keeps_updates=True).step(step, groups, batch)
 
 
 def where(rollouts: list[Rollout]) -> list[tuple[int, int, tuple[int, ...]]]:

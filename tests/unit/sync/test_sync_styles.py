@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.sessions import TASKS, Lengths, Session
 from tests.waiting import until
 from trivium.buffers.strategies import DefaultStrategy
-from trivium.evaluate import RemoteEvaluator
+from trivium.evaluate import Measurements, RemoteEvaluator
 from trivium.foundation.board import MemoryBoard, Values
 from trivium.foundation.errors import VersionGone
 from trivium.foundation.run_role import live_explorers
@@ -212,7 +212,7 @@ async def test_versions_that_anybody_can_fetch_are_offered_without_explorers(sty
         life = session(schedule, tmp_path / str(keeps), style, 0, board)
         trainer = life.prepare()
         life.buffer.capabilities = Capabilities(explored=False)
-        trainer.strategy = Stored(DefaultStrategy.Config(), buffer=life.buffer)
+        trainer.groups.strategy = Stored(DefaultStrategy.Config(), buffer=life.buffer)
         trainer.publisher.keeps_versions = keeps
         life.synchronizer.open()
         await train_loop(trainer)
@@ -250,7 +250,7 @@ async def test_who_comes_while_the_trainer_waits_for_an_evaluation_gets_weights_
     life = session(schedule, tmp_path, FIXED, 0, Noted(), collective=True)
     trainer = life.prepare()
     sync = life.synchronizer
-    trainer.evaluator, trainer.cadence = RemoteEvaluator(sync, "test"), Cadence(evaluate_ends=True)
+    trainer.measurements = Measurements(RemoteEvaluator(sync, "test"), cadence=Cadence(ends=True))
     sync.open()
     training = asyncio.ensure_future(train_loop(trainer))
 
@@ -271,8 +271,8 @@ async def test_who_comes_while_the_trainer_waits_for_an_evaluation_gets_weights_
         sync.mark_dead("one", "killed while it evaluated", replaced=True)
         assert await comes("two") == (1, 0)
         sync.answer_evaluation(1, {"eval/test/accuracy": 0.25})
-        await until(lambda: trainer.record.get("accuracy_before") is not None)
-    assert trainer.record["accuracy_before"] == 0.25
+        await until(lambda: trainer.record.values.get("accuracy_before") is not None)
+    assert trainer.record.values["accuracy_before"] == 0.25
     training.cancel()
     await asyncio.gather(training, return_exceptions=True)
 

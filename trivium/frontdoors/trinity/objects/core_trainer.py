@@ -168,7 +168,8 @@ class _OwnersSaver(BackgroundSaver):
     """Saves by calling the owner's `save_checkpoint`."""
 
     def __init__(self, trainer: CoreTrainer) -> None:
-        super().__init__(trainer.saver.store, trainer.engine, asynchronous=trainer.saver.asynchronous)
+        saver = trainer.saver
+        super().__init__(saver.store, trainer.engine, asynchronous=saver.asynchronous, every=saver.every)
         self._trainer = trainer
 
     async def save(self, step: int, state: Mapping[str, Any], write_more: Callable[[Path], None]) -> None:
@@ -238,9 +239,9 @@ class CoreTrainer(core.Trainer):
 
     async def save_before_end(self) -> None:
         """Saves the last step also if it failed after it had changed the weights, in logging for example."""
-        step = self._in_progress
+        step = self._thread.step
         if step is not None and step.version != self.train_step_num:
-            self._in_progress = None  # the update is complete, so its weights are saved like those of a logged step
+            self._thread.step = None  # the update is complete, so its weights are saved like those of a logged step
         await super().save_before_end()
 
     def _learn(self, groups: Sequence[Group]) -> core.Learn:
@@ -249,11 +250,6 @@ class CoreTrainer(core.Trainer):
     def run_state(self) -> RunState:
         """Returns the content of this step's checkpoint beside the engine's."""
         return self.pending_state or RunState(*self._contents(self._moving))
-
-    @property
-    def examples(self) -> list[dict[str, Any]]:
-        """The rollouts to show with the next table."""
-        return self._examples
 
     # ------------------------------------------------------------------ default behaviour of the owner's methods
 

@@ -87,7 +87,7 @@ class SampleStrategyView:
         return await self.trainer.sample(step - 1)  # Trinity-RFT counts from 1 the steps that the core counts from 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.trainer.strategy, name)
+        return getattr(self.trainer.groups.strategy, name)
 
 
 def strategy_of(config: object, trainer: CoreTrainer) -> Any:

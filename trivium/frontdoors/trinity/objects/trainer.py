@@ -181,7 +181,7 @@ class Trainer:
     @property
     def _sample_exps_to_log(self) -> list[dict[str, Any]]:
         """The rollouts that the next table shows."""
-        return self.core.examples
+        return self.core.preview.examples
 
     def _log_experiences(self, samples: list[dict[str, Any]]) -> None:
         """Keeps the best and the worst rollout of each step for the table `rollout_examples`, which is shown whenever

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -72,13 +72,32 @@ from trivium.runtime.logs import logging_to
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.stage import Stage, StageSpec, TrainStage
 from trivium.runtime.train_engines import attached, shares_prefixes
-from trivium.trainer import Trainer
+from trivium.trainer import StepKeeper, Trainer
 from trivium.types import Batch, Group, Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Keep = Callable[[int, Sequence[Group], Batch], None]
+
+@dataclass(frozen=True)
+class _Noted:
+    """Keeps train steps as the run does, and passes each on."""
+
+    keeper: StepKeeper | None
+    note: Callable[[int, Sequence[Group], Batch], None]
+
+    @property
+    def keeps_updates(self) -> bool:
+        return self.keeper is not None and self.keeper.keeps_updates
+
+    def step(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        if self.keeper is not None:
+            self.keeper.step(step, groups, batch)
+        self.note(step, groups, batch)
+
+    def updates(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        if self.keeper is not None:
+            self.keeper.updates(step, groups, batch)
 
 
 class RayPPOTrainer(Attributes):
@@ -305,8 +324,9 @@ class RayPPOTrainer(Attributes):
         # As verl: before training by val_before_train, at the end only if test_freq asks for validations at all.
         if not self._setup.from_run_config:
             skip_start, skip_end = not self._verl["trainer.val_before_train"], self._verl["trainer.test_freq"] <= 0
-            trainer.cadence = replace(trainer.cadence, skip_start=skip_start, skip_end=skip_end)
-        trainer.keep = partial(self._keep, trainer.keep)
+            measurements = trainer.measurements
+            measurements.cadence = replace(measurements.cadence, skip_start=skip_start, skip_end=skip_end)
+        trainer.keep = _Noted(trainer.keep, self._note)
         # The engine shares the GPUs of its ranks: while they train, its memory is theirs.
         if getattr(stage.config.engine, "sleep_level", 0):
             trainer.before_learning = partial(asyncio.to_thread, self._actor.run, "rest")
@@ -316,10 +336,8 @@ class RayPPOTrainer(Attributes):
         self._last = parts.evaluator.results if isinstance(parts.evaluator, Validator) else {}
         return trainer.run_record
 
-    def _keep(self, keep: Keep | None, step: int, groups: Sequence[Group], batch: Batch) -> None:
+    def _note(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
         """Passes a step's groups and batch to the dump and a learning sampler."""
-        if keep is not None:
-            keep(step, groups, batch)
         self._dump("trainer.rollout_data_dir", step, [sample(g, m, m.metrics) for g, m in living(groups)])
         if self._setup.train is not None and self._setup.train.orders.learns:
             assert self._setup.rewards is not None
