@@ -177,7 +177,9 @@ class Gateway:
 
     def _policy(self, key: SampleKey, sampling: Sampling) -> Policy:
         explorer = self.explorer
-        return Policy(explorer.engine, explorer.renderer, sampling, key, explorer.engine.max_context, threads=self._encoders)
+        return Policy(
+            explorer.engine, explorer.renderer, sampling, key, explorer.engine.max_context, threads=self._encoders
+        )
 
     async def _generate(
         self,

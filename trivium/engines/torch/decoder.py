@@ -33,6 +33,7 @@ from trivium.models.cpu.invariance import InvariantFunctions, make_invariant
 from trivium.models.cpu.worker_threads import WorkerThreads, size_of, with_threads
 from trivium.models.heads.log_prob_head import log_prob_and_entropy
 from trivium.models.heads.trained_models import logit_scale
+from trivium.models.heads.vocabulary_part import OutputLayer
 from trivium.models.placement import sent
 from trivium.models.precision import use_in
 from trivium.models.vision.encoder import pixel_reader, refuse_images, vision_of
@@ -209,13 +210,11 @@ class Decoder:
     def _scores(self, states: Tensor, tokens: Tensor, lengths: Sequence[int]) -> list[AnyArray]:
         """The log-probabilities of the tokens of prompts, from the inputs of the output layer."""
         wide = torch.promote_types(self.dtype, torch.float32)
+        layer = OutputLayer.of(self._head, wide, 1 / logit_scale(self.model), self._head_precision)
         log_prob, _ = log_prob_and_entropy(
             torch.cat([states[row, : length - 1] for row, length in enumerate(lengths)]),
-            self._head.weight.to(wide),
-            None if self._head.bias is None else self._head.bias.to(wide),  # pyright: ignore[reportUnnecessaryComparison]
+            layer,
             torch.cat([tokens[row, 1:length] for row, length in enumerate(lengths)]),
-            temperature=1 / logit_scale(self.model),
-            precision=self._head_precision,
         )
         parts = log_prob.float().cpu().split([length - 1 for length in lengths])
         return [np.concatenate([np.zeros(1, np.float32), part.numpy()]) for part in parts]
