@@ -77,7 +77,7 @@ MAY_PICKLE = {
 
 MAY_PRINT = {"trivium.cli", "trivium.monitors.console", "trivium.frontdoors.lightrft.objects.strategy"}
 
-PRINTED_WHOLE = {"Plan", "StagePlan"}
+PRINTED_WHOLE = {"PlanText", "StageText"}
 """Config classes that are results: their fields are read in the printed plan."""
 
 LAZY_IMPORTS = {

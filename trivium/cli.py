@@ -163,23 +163,19 @@ def check(
     the machine that a file describes."""
     with Outcome(debug):
         loaded = load(config, overrides or ())
-        from trivium.foundation.concurrency import usable_cores
         from trivium.planning.machine_file import read_machine
-        from trivium.planning.plan import choices_of, plan_run, refuse_too_large, with_choices
-        from trivium.runtime.launch import ready
+        from trivium.runtime.launch import prepared
         from trivium.runtime.run_dir import as_saved
-        from trivium.training.device import machine, training_ranks
+        from trivium.training.device import machine
 
-        here, loaded = machine() if described is None else read_machine(described), as_saved(loaded)
-        findings = ready(loaded, here)
+        here = machine() if described is None else read_machine(described)
+        plan, findings = prepared(as_saved(loaded), here)
         for warning in findings.warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        ranks = training_ranks(loaded, here)
-        loaded = with_choices(loaded, here, ranks, findings.tasks)
-        print(plan_run(loaded, usable_cores(), here, ranks, findings.tasks).to_yaml(), end="")
+        print(plan.to_yaml(), end="")
         if verbose:
-            print(choices_of(loaded, usable_cores(), here, ranks, findings.tasks), end="")
-        refuse_too_large(loaded, here, ranks, findings.tasks)
+            print(plan.choices(), end="")
+        plan.refuse_too_large()
 
 
 @app.command(context_settings=_CONFIGURED)

@@ -52,6 +52,7 @@ from trivium.foundation.errors import (
     TriviumError,
 )
 from trivium.foundation.randomness import SampleKey
+from trivium.planning.plan import plan_run
 from trivium.policy import EngineFailure, PromptTooLong, sampled
 from trivium.protocols import StreamingEngine
 from trivium.schedule import Schedule
@@ -381,11 +382,11 @@ async def test_an_error_of_one_of_several_engines_names_it(tmp_path: Path, names
 def test_trivium_without_ray_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     config = load_config(Path(__file__).with_name("ray.yaml"), ["cluster.kind=ray"])
-    with refused(MissingPackage, "pip install 'trivium[ray]'"), ray_session(config):
+    with refused(MissingPackage, "pip install 'trivium[ray]'"), ray_session(plan_run(config, cores=1)):
         pass
 
 
 def test_a_cluster_that_is_not_there_is_an_error_at_once() -> None:
     config = load_config(Path(__file__).with_name("ray.yaml"), ["cluster.kind=ray", "cluster.address=127.0.0.1:9"])
-    with refused(ConfigError, "'127.0.0.1:9'", "refused"), ray_session(config):
+    with refused(ConfigError, "'127.0.0.1:9'", "refused"), ray_session(plan_run(config, cores=1)):
         pass

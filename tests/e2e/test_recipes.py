@@ -72,7 +72,7 @@ def smaller(recipe: str, run_dir: Path) -> RunConfig:
 
 def journaled(config: RunConfig, run_dir: Path) -> list[Group]:
     """The groups that were played, wherever they are kept."""
-    if shares_buffer(config):
+    if shares_buffer(config.buffers):
         last = config.stage_configs()[-1]
         stage = Stage(last, len(config.stages) - 1, 0, True, run_dir, run_dir / "model")
         slots = range(last.schedule.steps * last.schedule.groups_per_step)

@@ -213,7 +213,7 @@ PLANTED = {
     ),
     "a complete run does not say so": Fault(
         "runtime/launch.py",
-        "        build_synchronizer(config, board, fingerprint(config)).finish_run(len(config.stage_configs()) - 1)\n",
+        "        build_synchronizer(config.sync, board, settings).finish_run(len(plan.stages) - 1)\n",
         "",
         True,
         166,

@@ -19,7 +19,7 @@ from trivium.config import load_config
 from trivium.foundation.errors import ConfigError, DataError
 from trivium.planning.choices import choices
 from trivium.planning.machine import Machine
-from trivium.planning.plan import choices_of
+from trivium.planning.plan import plan_run
 from trivium.runtime.demo import Answers, questions, short
 from trivium.runtime.logs import logging_to
 
@@ -97,7 +97,7 @@ def test_check_prints_what_is_chosen_by_the_machine_and_the_benchmark_of_each_ru
 
 def test_choices_that_a_stage_does_not_make_are_not_printed() -> None:
     config = load_config(Path(__file__).parents[2] / "recipes/arithmetic.yaml", [])
-    made = [yaml.safe_load(choices_of(config, 2, Machine(), ranks))["choices"][0] for ranks in (1, 2)]
+    made = [yaml.safe_load(plan_run(config, 2, Machine(), ranks).choices())["choices"][0] for ranks in (1, 2)]
     assert [each["micro-batches"][:8] for each in made] == ["2 at onc", "one at a"]
     scripted = choices(config.stage_configs()[0], 1000, 2, None, ("cpu", "float32"), parallel=True, max_tokens=None)
     assert not {"engine weights", "decode steps"} & scripted.keys()

@@ -47,9 +47,9 @@ def make_engine(spec: StageSpec) -> RolloutEngine:
 def train(name: str, spec: StageSpec, shared: SharedActors, record: dict[str, Any], resumes: bool) -> dict[str, Any]:
     """Trains a stage; returns the record of the run so far."""
     stage = spec.stage()
-    store = open_store(stage.config, stage.run_dir)
+    store = open_store(stage.config.checkpoint, stage.run_dir, stage.config.sync.deadline_s)
     latest = store.latest()
-    monitor = build_monitor(stage.config, stage.run_dir, latest)
+    monitor = build_monitor(stage.config.monitors, stage.config.usual_lr(), stage.run_dir, latest)
     try:
         endpoints = shared.endpoints(stage, name)
         ranks = _start_ranks(stage, spec, shared)

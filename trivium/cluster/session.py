@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any
 
 from trivium.checkpoint.store import Checkpoint
-from trivium.config import RunConfig
 from trivium.foundation.errors import ConfigError, MissingPackage
+from trivium.planning.plan import Plan
 from trivium.runtime.build import run_name
 from trivium.runtime.stage import Stage, TrainStage
 
@@ -34,13 +34,13 @@ _CONNECT_S = 10.0
 
 
 @contextmanager
-def ray_session(config: RunConfig, *_: object) -> Generator[TrainStage]:
+def ray_session(plan: Plan, *_: object) -> Generator[TrainStage]:
     """Connects to Ray or starts it, trains stages there, and leaves no process behind. The processes open the run
     directory and the checkpoints themselves.
 
     Raises MissingPackage without Ray, and ConfigError if nothing answers at `cluster.address`.
     """
-    address = config.cluster.address
+    address = plan.config.cluster.address
     if address is None and "ray" not in sys.modules:
         os.environ |= {name: os.environ.get(name, value) for name, value in PRIVATE.items()}
     try:
@@ -49,7 +49,7 @@ def ray_session(config: RunConfig, *_: object) -> Generator[TrainStage]:
         raise MissingPackage("ray", "ray", "cluster.kind: ray") from error
     from trivium.cluster.supervisor import Supervisor
 
-    namespace = f"{run_name(config)}-{uuid.uuid4().hex[:8]}"
+    namespace = f"{run_name(plan.config.run)}-{uuid.uuid4().hex[:8]}"
 
     def run_stage(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:
         supervisor = Supervisor(stage, namespace)

@@ -10,7 +10,7 @@ from trivium.cluster.weights import ObjectStoreChannel
 from trivium.foundation.board import SharedBoard
 from trivium.foundation.registry import resolve
 from trivium.planning.memory_estimate import kept_versions
-from trivium.runtime.build import Endpoints, build_channel, build_synchronizer
+from trivium.runtime.build import Endpoints, build_channel, build_synchronizer, shares_buffer
 from trivium.runtime.stage import Stage
 from trivium.synchronizer import Synchronizer
 from trivium.types import capabilities_of
@@ -30,7 +30,8 @@ class SharedActors:
     def synchronizer(self, stage: Stage, caller: str) -> Synchronizer:
         """The view of the board that `caller` has."""
         table: Any = Proxy(self.synchronizer_host, SYNCHRONIZER, caller)
-        return build_synchronizer(stage.config, SharedBoard(table))
+        apart = shares_buffer(stage.config.buffers)
+        return build_synchronizer(stage.config.sync, SharedBoard(table), apart=apart)
 
     def endpoints(self, stage: Stage, role: str, caller: str | None = None) -> Endpoints:
         """The endpoints of a role. `caller` identifies the process and must be unique."""

@@ -479,6 +479,11 @@ class RunConfig(Config):
         return tuple(type(self).model_validate(merged(base, stage)) for stage in stages)
 
     @property
+    def buffers(self) -> tuple[BufferConfig, ...]:
+        """The buffer of each stage."""
+        return tuple(stage.buffer for stage in self.stage_configs())
+
+    @property
     def stage_names(self) -> tuple[str, ...]:
         """The name of each stage; empty for one without."""
         return tuple(stage.get("name", "") for stage in self.stages) or ("",)

@@ -187,7 +187,7 @@ class ReplayedTrainer:
         self.hashes: dict[int, str] = {}
         """Version -> hash of its weights, for each version reached."""
         self._newest = _NewestMetrics()
-        synchronizer = build_synchronizer(stage.config, MemoryBoard())
+        synchronizer = build_synchronizer(stage.config.sync, MemoryBoard())
         self.trainer: Trainer = build_trainer(
             stage,
             Endpoints(self._buffer(), synchronizer, self.channel),

@@ -32,7 +32,7 @@ from trivium.monitors.verdict import verdict
 from trivium.runtime.build import algorithm_of
 from trivium.runtime.logs import BEGINS, ENDED
 from trivium.runtime.run_dir import recorded_changes
-from trivium.runtime.stage_models import stage_ends, with_reward_models
+from trivium.runtime.stage_models import located_rewards, stage_ends
 from trivium.types import Group, Trajectory
 
 _log = logging.getLogger("trivium")
@@ -105,7 +105,8 @@ class RecordedRun:
                     _put(values, where.removeprefix(prefix), before)
                     undone = True
         config = RunConfig.model_validate(values) if undone else config
-        return with_reward_models(config, self.config.stage_names, stage_ends(self.store), self.store)
+        rewards = located_rewards(config.rewards, self.config.stage_names, stage_ends(self.store), self.store)
+        return config.model_copy(update={"rewards": rewards})
 
     @property
     def changes(self) -> Sequence[Mapping[str, Any]]:

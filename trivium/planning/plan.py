@@ -1,19 +1,23 @@
-"""The plan that follows from a config and a machine: batch arithmetic, memory, and whether it fits."""
+"""The plan that follows from a config and a machine: made once, printed, saved and passed on. It is never changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from trivium.config.recording import recorded_in, shape_in
 from trivium.config.saved import as_yaml
-from trivium.config.schema import Config, RunConfig
+from trivium.config.schema import BufferConfig, Config, RunConfig
 from trivium.planning.choices import choices, threads_of
 from trivium.planning.machine import Machine
 from trivium.planning.memory_estimate import (
     BatchPlan,
     MemoryPlan,
     TaskTokens,
+    is_evaluated,
+    is_explored,
     plan_communication,
     plan_stage,
     planned,
@@ -23,10 +27,11 @@ from trivium.planning.memory_estimate import (
     vision_in,
     with_limits,
 )
+from trivium.planning.model_shape import ModelShape
 
 
-class StagePlan(Config):
-    """The arithmetic of one stage."""
+class StageText(Config):
+    """The arithmetic of one stage, as it is printed and saved."""
 
     name: str = ""
     first_step: int
@@ -57,107 +62,173 @@ class StagePlan(Config):
     """What a rank sends, if ranks split the layers (`train.parallel`); None if they do not, or for an unknown size."""
 
 
-class Plan(Config):
-    """The plan of a run: printed and saved, never changed."""
+class PlanText(Config):
+    """The plan of a run, as it is printed and saved."""
 
-    stages: tuple[StagePlan, ...]
+    stages: tuple[StageText, ...]
     total_steps: int
     threads: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What follows from the config of one stage."""
+
+    config: RunConfig
+    """The stage's, with the limits of the plan."""
+    name: str
+    number: int
+    first_version: int
+    is_last: bool
+    machine: Machine
+    shape: ModelShape | None
+    """Of the policy; None if its size is unknown."""
+    batch: BatchPlan
+    """How a train step is cut."""
+    memory: MemoryPlan | None
+    """None if the size of the model is unknown."""
+
+    @property
+    def explored(self) -> bool:
+        """Whether it learns from rollouts of its policy."""
+        return is_explored(self.config)
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether it evaluates its policy."""
+        return is_evaluated(self.config, is_last=self.is_last)
+
+    @property
+    def last_version(self) -> int:
+        return self.first_version + self.config.schedule.steps
+
+    @property
+    def trainer(self) -> tuple[str, str]:
+        """(device type, data type) of training."""
+        train = self.config.train
+        return planned(getattr(train, "device", "cpu"), getattr(train, "dtype", "float32"), self.machine)
+
+    @property
+    def engine(self) -> tuple[str, str]:
+        """(device type, data type) of sampling."""
+        return planned_engine(self.config, self.batch, self.machine)
+
+    def described(self) -> StageText:
+        stage, schedule, evaluation = self.config, self.config.schedule, self.config.evaluation
+        ends = evaluation.held_out is not None or (evaluation.taskset is not None and self.is_last)
+        rolled_out = schedule.groups_per_step - stage.buffer.strategy.num_stored(schedule.groups_per_step)
+        trajectories = trajectories_per_step(stage, schedule.groups_per_step - rolled_out)
+        return StageText(
+            name=self.name,
+            first_step=self.first_version + 1,
+            last_step=self.last_version,
+            groups_per_step=schedule.groups_per_step,
+            rolled_out_groups_per_step=rolled_out,
+            trajectories_per_step=trajectories,
+            max_response_tokens_per_step=trajectories * stage.engine.sampling.max_new_tokens,
+            max_staleness=stage.max_staleness,
+            weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
+            slots=schedule.steps * rolled_out,
+            algorithm=stage.algorithm.describe(stage),
+            learning_rate=getattr(getattr(stage.train, "optimizer", None), "lr", None),
+            batch=self.batch,
+            vision=vision_in(stage),
+            evaluated={"every": evaluation.every if ends or evaluation.taskset else 0, "ends": ends},
+            recorded=recorded_in(stage),
+            memory=None if self.memory is None else self.memory.summary(self.machine),
+            communication=plan_communication(stage, self.batch, self.machine),
+        )
+
+    def choices(self, cores: int) -> dict[str, str] | None:
+        """What Trivium chooses by the machine, with the rule of each choice; None for a model of unknown size."""
+        train, ranks = self.config.train, self.batch.ranks
+        if self.shape is None or not hasattr(train, "device"):
+            return None
+        own = self.config.cluster.kind == "local" and ranks == 1 and getattr(train, "own_process", False)
+        made = choices(
+            self.config,
+            self.shape.parameters,
+            threads_of(self.config, cores, ranks, own_process=own),
+            self.engine if getattr(self.config.engine, "kind", None) == "torch" else None,
+            self.trainer,
+            parallel=ranks == 1 and self.shape.vision is None,
+            max_tokens=self.batch.tokens_per_micro_batch,
+        )
+        return {name: f"{each.value} ({each.rule}; benchmarks/{each.benchmark})" for name, each in made.items()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run on a machine."""
+
+    config: RunConfig
+    """With the limits that the user's config leaves out. The config that is saved with a run records them, and a
+    resumed run keeps them: sums of floats may depend on them in the last bits."""
+    stages: tuple[StagePlan, ...]
+    machine: Machine
+    cores: int
+
+    @property
+    def buffers(self) -> list[BufferConfig]:
+        """Of each stage."""
+        return [stage.config.buffer for stage in self.stages]
+
+    @cached_property
+    def text(self) -> PlanText:
+        """What is printed and saved."""
+        stages = tuple(stage.described() for stage in self.stages)
+        return PlanText(
+            stages=stages, total_steps=stages[-1].last_step, threads=self.config.cluster.threads or self.cores
+        )
+
+    def to_yaml(self) -> str:
+        return as_yaml(self.text.model_dump(mode="json"), width=1000)
+
+    def choices(self) -> str:
+        """What Trivium chooses by the machine, for each stage whose model has a known size, as YAML."""
+        made = [stage.choices(self.cores) for stage in self.stages]
+        return as_yaml({"choices": [each for each in made if each is not None]}, width=1000)
 
     @property
     def needed(self) -> dict[str, int]:
         """MiB of each kind of memory that the largest stage needs; empty if the size of a model is unknown."""
-        needed = [stage.memory["needed"] for stage in self.stages if stage.memory is not None]
+        needed = [stage.memory.summary(self.machine)["needed"] for stage in self.stages if stage.memory is not None]
         return {kind: max(each.get(kind, 0) for each in needed) for each in needed for kind in each}
 
-    def to_yaml(self) -> str:
-        return as_yaml(self.model_dump(mode="json"), width=1000)
-
-
-def _stages(
-    config: RunConfig, machine: Machine, ranks: int, tasks: Sequence[TaskTokens]
-) -> Iterator[tuple[RunConfig, BatchPlan, MemoryPlan | None]]:
-    """Each stage with the cut of its steps and its memory. `tasks` are those of the stages, if they were read."""
-    stages = config.stage_configs()
-    for number, stage in enumerate(stages):
-        read = tasks[number] if tasks else TaskTokens()
-        yield plan_stage(stage, ranks, machine, read, is_last=number == len(stages) - 1)
-
-
-def with_choices(config: RunConfig, machine: Machine, ranks: int = 1, tasks: Sequence[TaskTokens] = ()) -> RunConfig:
-    """The config with the limits that it leaves out (`plan_stage`): the smallest of all stages. The config that is
-    saved with a run records them, and a resumed run keeps them: sums of floats may depend on them in the last bits."""
-    tokens, rows = set[int | None](), set[int | None]()
-    for stage, _, _ in _stages(config, machine, ranks, tasks):
-        tokens.add(getattr(stage.train, "max_tokens_per_micro_batch", None))
-        rows.add(getattr(stage.engine, "max_rows", None))
-    # A section of another kind, which has no such limit, says nothing about those of the others.
-    return with_limits(config, *(min((each for each in limits if each), default=None) for limits in (tokens, rows)))
+    def refuse_too_large(self) -> None:
+        """Raises ConfigError for a stage that does not fit the machine. A running Ray cluster is not measured."""
+        if self.config.cluster.address is not None:
+            return
+        for stage in self.stages:
+            if stage.memory is not None:
+                where = f" for stage {stage.number}" if self.config.stages else ""
+                refuse_what_cannot_fit(stage.memory, self.machine, where)
 
 
 def plan_run(
     config: RunConfig, cores: int, machine: Machine | None = None, ranks: int = 1, tasks: Sequence[TaskTokens] = ()
 ) -> Plan:
-    """The batch arithmetic and the memory of every stage, on `cores` cores and `ranks` training ranks."""
+    """The plan of a run on `cores` cores and `ranks` training ranks. `tasks` are those of the stages, if they were
+    read. The limits that the config leaves out are the smallest of all stages (`plan_stage`)."""
     machine = machine or Machine()
-    stages: list[StagePlan] = []
-    step = 0
-    for name, (stage, batch, memory) in zip(config.stage_names, _stages(config, machine, ranks, tasks), strict=True):
-        schedule, evaluation, is_last = stage.schedule, stage.evaluation, len(stages) + 1 == len(config.stage_names)
-        ends = evaluation.held_out is not None or (evaluation.taskset is not None and is_last)
-        rolled_out = schedule.groups_per_step - stage.buffer.strategy.num_stored(schedule.groups_per_step)
-        trajectories = trajectories_per_step(stage, schedule.groups_per_step - rolled_out)
-        stages.append(
-            StagePlan(
-                name=name,
-                first_step=step + 1,
-                last_step=step + schedule.steps,
-                groups_per_step=schedule.groups_per_step,
-                rolled_out_groups_per_step=rolled_out,
-                trajectories_per_step=trajectories,
-                max_response_tokens_per_step=trajectories * stage.engine.sampling.max_new_tokens,
-                max_staleness=stage.max_staleness,
-                weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
-                slots=schedule.steps * rolled_out,
-                algorithm=stage.algorithm.describe(stage),
-                learning_rate=getattr(getattr(stage.train, "optimizer", None), "lr", None),
-                batch=batch,
-                vision=vision_in(stage),
-                evaluated={"every": evaluation.every if ends or evaluation.taskset else 0, "ends": ends},
-                recorded=recorded_in(stage),
-                memory=None if memory is None else memory.summary(machine),
-                communication=plan_communication(stage, batch, machine),
-            )
-        )
-        step += schedule.steps
-    return Plan(stages=tuple(stages), total_steps=step, threads=config.cluster.threads or cores)
+    stages = _stages(config, machine, ranks, tasks)
+    tokens = {getattr(stage.config.train, "max_tokens_per_micro_batch", None) for stage in stages}
+    rows = {getattr(stage.config.engine, "max_rows", None) for stage in stages}
+    # A section of another kind, which has no such limit, says nothing about those of the others.
+    limits = [min((each for each in values if each), default=None) for values in (tokens, rows)]
+    with_all = with_limits(config, *limits)
+    if max(len(tokens), len(rows)) > 1:  # the limits of one stage hold for the others
+        stages = _stages(with_all, machine, ranks, tasks)
+    return Plan(with_all, tuple(stages), machine, cores)
 
 
-def choices_of(
-    config: RunConfig, cores: int, machine: Machine, ranks: int = 1, tasks: Sequence[TaskTokens] = ()
-) -> str:
-    """What Trivium chooses by the machine, for each stage whose model has a known size, as YAML."""
-    shown: list[dict[str, str]] = []
-    for stage, batch, _ in _stages(config, machine, ranks, tasks):
-        shape, train = shape_in(stage), stage.train
-        if shape is None or not hasattr(train, "device"):
-            continue
-        own = stage.cluster.kind == "local" and ranks == 1 and getattr(train, "own_process", False)
-        threads = threads_of(stage, cores, ranks, own_process=own)
-        ours = getattr(stage.engine, "kind", None) == "torch"
-        engine = planned_engine(stage, batch, machine) if ours else None
-        trainer = planned(getattr(train, "device", "cpu"), getattr(train, "dtype", "float32"), machine)
-        parallel = ranks == 1 and shape.vision is None
-        budget = batch.tokens_per_micro_batch
-        made = choices(stage, shape.parameters, threads, engine, trainer, parallel=parallel, max_tokens=budget)
-        shown.append({name: f"{each.value} ({each.rule}; benchmarks/{each.benchmark})" for name, each in made.items()})
-    return as_yaml({"choices": shown}, width=1000)
-
-
-def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1, tasks: Sequence[TaskTokens] = ()) -> None:
-    """Raises ConfigError for a stage that does not fit the machine. A running Ray cluster is not measured."""
-    if config.cluster.address is not None:
-        return
-    for number, (_, _, memory) in enumerate(_stages(config, machine, ranks, tasks)):
-        if memory is not None:
-            refuse_what_cannot_fit(memory, machine, f" for stage {number}" if config.stages else "")
+def _stages(config: RunConfig, machine: Machine, ranks: int, tasks: Sequence[TaskTokens]) -> list[StagePlan]:
+    stages, configs, version = list[StagePlan](), config.stage_configs(), 0
+    for number, (name, stage) in enumerate(zip(config.stage_names, configs, strict=True)):
+        is_last = number == len(configs) - 1
+        read = tasks[number] if tasks else TaskTokens()
+        limited, batch, memory = plan_stage(stage, ranks, machine, read, is_last=is_last)
+        made = StagePlan(limited, name, number, version, is_last, machine, shape_in(stage), batch, memory)
+        stages.append(made)
+        version = made.last_version
+    return stages

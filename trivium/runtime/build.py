@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from trivium.checkpoint.run_record import RunRecord
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.recording import recorded, scores_observations
+from trivium.config.schema import BufferConfig, Plugin, RunSection
+from trivium.config.sections import CheckpointSection, SyncSection
 from trivium.evaluate import Evaluator, HeldOut, Measurements, RemoteEvaluator
 from trivium.explorer import Explorer, RolloutLimits
 from trivium.foundation.atomic import made_directory
@@ -58,47 +60,49 @@ class Endpoints:
     channel: WeightChannel
 
 
-def run_name(config: RunConfig) -> str:
+def run_name(run: RunSection) -> str:
     """Returns the name by which separate commands find the run in a shared buffer."""
-    return config.run.name or Path(config.run.dir).name
+    return run.name or Path(run.dir).name
 
 
-def explorer_name(config: RunConfig) -> str:
+def explorer_name(run: RunSection) -> str:
     """Returns the name of this process's explorer, unique among the processes of the run."""
-    return config.run.explorer or f"{socket.gethostname()}-{os.getpid()}"
+    return run.explorer or f"{socket.gethostname()}-{os.getpid()}"
 
 
-def shares_buffer(config: RunConfig) -> bool:
+def shares_buffer(buffers: Iterable[BufferConfig]) -> bool:
     """Whether processes share the buffer of a stage; a shared buffer also provides the board."""
-    return any(capabilities_of(resolve("buffers", stage.buffer.kind)).shared for stage in config.stage_configs())
+    return any(capabilities_of(resolve("buffers", section.kind)).shared for section in buffers)
 
 
-def open_board(config: RunConfig) -> Board:
-    """Returns the board of all stages: that of the first shared buffer, else one in the memory of this process."""
-    for stage in config.stage_configs():
-        buffer = resolve("buffers", stage.buffer.kind)
+def open_board(buffers: Iterable[BufferConfig], name: str) -> Board:
+    """Returns the board of a run with these buffers: that of the first shared one, else one in the memory of this
+    process."""
+    for section in buffers:
+        buffer = resolve("buffers", section.kind)
         if capabilities_of(buffer).shared:
-            return buffer.open_board(stage.buffer, name=run_name(config))
+            return buffer.open_board(section, name=name)
     return MemoryBoard()
 
 
-def claim_name(config: RunConfig, run_dir: Path) -> None:
+def claim_name(buffers: Iterable[BufferConfig], name: str, run_dir: Path) -> None:
     """Reserves the run's name in the shared buffers of its stages, before a board of that name is opened. Raises
     ConfigError if the name belongs to another run."""
-    for stage in config.stage_configs():
-        buffer = resolve("buffers", stage.buffer.kind)
+    for section in buffers:
+        buffer = resolve("buffers", section.kind)
         if capabilities_of(buffer).shared:
-            buffer.claim(stage.buffer, name=run_name(config), run_dir=run_dir)
+            buffer.claim(section, name=name, run_dir=run_dir)
 
 
-def build_synchronizer(config: RunConfig, board: Board, settings: Mapping[str, str] | None = None) -> Synchronizer:
+def build_synchronizer(
+    sync: SyncSection, board: Board, settings: Mapping[str, str] | None = None, *, apart: bool | None = None
+) -> Synchronizer:
     """Builds the Synchronizer of one role. `settings` are digests of the sections that separate commands must agree on.
 
-    Roles that share a board may be processes without a handle: heartbeats detect their death. On Ray the board is
-    always shared, and actor handles detect it.
+    `apart`: roles may be processes without a handle, so that heartbeats detect their death; None: if they share the
+    board. On Ray the board is always shared, and actor handles detect it.
     """
-    sync = config.sync
-    apart = shares_buffer(config) if config.cluster.kind == "ray" else not isinstance(board, MemoryBoard)
+    apart = not isinstance(board, MemoryBoard) if apart is None else apart
     return Synchronizer(
         board,
         deadline_s=sync.deadline_s,
@@ -119,7 +123,7 @@ def build_buffer(stage: Stage, schedule: Schedule) -> Buffer:
         rollouts=stage.run_dir / "rollouts" / f"stage-{stage.number}",
         renderer=stage.renderer,
         deadline_s=config.sync.deadline_s,
-        name=f"{run_name(config)}/stage-{stage.number}",
+        name=f"{run_name(config.run)}/stage-{stage.number}",
     )
 
 
@@ -142,15 +146,14 @@ def local_endpoints(stage: Stage, synchronizer: Synchronizer, role: str) -> Endp
     return Endpoints(build_buffer(stage, build_schedule(stage)), synchronizer, build_channel(stage, synchronizer, role))
 
 
-def open_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
-    """Opens the checkpoints of a run directory, with the retention settings of the config."""
-    checkpoint = config.checkpoint
+def open_store(checkpoint: CheckpointSection, run_dir: Path, deadline_s: float) -> CheckpointStore:
+    """Opens the checkpoints of a run directory. `deadline_s` limits each copy to the remote store."""
     return CheckpointStore(
         run_dir / "checkpoints",
         keep=checkpoint.keep,
         keep_best=checkpoint.keep_best,
         remote=checkpoint.remote,
-        deadline_s=config.sync.deadline_s,
+        deadline_s=deadline_s,
     )
 
 
@@ -335,7 +338,7 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
     """Builds an explorer over `engine`, or over a new engine."""
     config, workflow = stage.config, stage.config.workflow
     engine = engine or build_engine(stage)
-    explored, evaluated = capabilities_of(resolve("buffers", config.buffer.kind)).explored, config.evaluation.taskset
+    explored, evaluated = stage.explored, config.evaluation.taskset
     # A stage that learns from rows and has no evaluation judges nothing: a reward may hold a model.
     rewards = config.rewards if explored or evaluated is not None else ()
     judge = make_judge(rewards, workflow.deadline_s, stage.renderer.decode)
@@ -382,10 +385,13 @@ def build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
     )
 
 
-def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -> FanOut:
+def build_monitor(
+    sections: Iterable[Plugin], usual_lr: float | None, run_dir: Path, latest: Checkpoint | None
+) -> FanOut:
+    """`usual_lr` is the default learning rate for what is trained, which warnings compare with."""
     step = latest.step if latest is not None else 0
-    shown_by = [build("monitors", section, run_dir=run_dir, resume_step=step) for section in config.monitors]
-    monitor = FanOut([*shown_by, LiveWarnings(config.usual_lr())])
+    shown_by = [build("monitors", section, run_dir=run_dir, resume_step=step) for section in sections]
+    monitor = FanOut([*shown_by, LiveWarnings(usual_lr)])
     if latest is not None:
         monitor.restore(latest.state["monitor"])
     return monitor

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,17 @@ from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.explorer import Explorer
 from trivium.foundation.atomic import atomic_write, refuse_existing
+from trivium.foundation.concurrency import usable_cores
 from trivium.foundation.errors import ConfigError, DataError
 from trivium.foundation.registry import resolve
 from trivium.monitors.console import shown
-from trivium.planning.plan import with_choices
+from trivium.planning.plan import plan_run
 from trivium.runtime.build import build_evaluator, build_explorer
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.row_lengths import left_out
 from trivium.runtime.run_dir import as_saved
 from trivium.runtime.stage import Stage
-from trivium.runtime.stage_models import stage_ends, with_reward_models
+from trivium.runtime.stage_models import located_rewards, stage_ends
 from trivium.tasks.rows import json_value
 from trivium.training.device import machine
 from trivium.types import REFERENCE_REWARDS, Group, Metrics, Task, capabilities_of
@@ -50,8 +50,8 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path
     _refuse_foreign(last, save, tasks)
     stage = stage_at(config, step)
     run_dir, store = stage.run_dir, CheckpointStore(stage.run_dir / "checkpoints")
-    last = with_reward_models(stage.config, config.stage_names, stage_ends(store), store)
-    stage = replace(stage, config=last)
+    stage = stage.judged_by(located_rewards(stage.config.rewards, config.stage_names, stage_ends(store), store))
+    last = stage.config
     with shown(run_dir):
         explorer = build_explorer(stage)
         explorer.must_judge = rewarded
@@ -95,7 +95,7 @@ def stage_at(config: RunConfig, step: int) -> Stage:
     step without a checkpoint."""
     config, run_dir = as_saved(config), Path(config.run.dir)
     alone = config.model_copy(update={"run": config.run.model_copy(update={"mode": "bench"})})  # nothing is trained
-    config = config.model_copy(update={"engine": with_choices(alone, machine()).engine})
+    config = config.model_copy(update={"engine": plan_run(alone, usable_cores(), machine()).config.engine})
     last = config.stage_configs()[-1]
     if step and not capabilities_of(resolve("engines", last.engine.kind)).adopts_weights:
         raise ConfigError(

@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from trivium.foundation.registry import is_unnamed, resolve
 from trivium.loops import run as run_parts
 from trivium.monitors.verdict import verdict
 from trivium.planning.machine import Machine
-from trivium.planning.plan import plan_run, with_choices
+from trivium.planning.plan import Plan, plan_run
 from trivium.protocols import Monitor, RestingEngine
 from trivium.rewards.recipe import parts_of
 from trivium.runtime.build import (
@@ -48,7 +49,7 @@ from trivium.runtime.preflight import Findings, preflight
 from trivium.runtime.run_dir import as_saved, hold_with, on_day, open_run_dir, recorded_changes, refuse_another_run
 from trivium.runtime.sampling_ranks import engine_over_ranks, samples_here, serve_train_rank
 from trivium.runtime.stage import Stage, TrainStage, evaluates_alike
-from trivium.runtime.stage_models import stage_ends, with_reward_models
+from trivium.runtime.stage_models import located_rewards, stage_ends
 from trivium.runtime.train_engines import collective_deadline, train_device
 from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine, peaks, training_ranks
@@ -84,26 +85,28 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
             return train_as_rank(as_saved(config))
     if config.run.mode == "bench":
         return bench(config)
-    if config.run.mode == "explore" or (config.run.mode == "serve" and shares_buffer(config)):
-        return explore(config)
+    if config.run.mode == "explore" or (config.run.mode == "serve" and shares_buffer(config.buffers)):
+        return explore(plan_run(config, usable_cores(), machine()))
     kind = config.cluster.kind
     session = open_session or (partial(_local_session, report) if kind == "local" else resolve("sessions", kind))
-    config = as_saved(config)
-    findings = ready(config)
-    here, ranks = machine(), training_ranks(config)
-    config = with_choices(config, here, ranks, findings.tasks)
-    plan = plan_run(config, usable_cores(), here, ranks, findings.tasks)
+    plan, findings = prepared(as_saved(config))
+    restarts = _restarts(plan) if open_session is None else 0  # a caller's processes are not started again here
+    return _train_planned(plan, findings, session, restarts)
+
+
+def _train_planned(plan: Plan, findings: Findings, session: OpenSession, restarts: int) -> dict[str, Any]:
+    """Trains in the run directory, which it opens, and writes the summary."""
+    config = plan.config
     with open_run_dir(config, findings.rows, plan) as run_dir:
         for note in findings.warnings:
             _log.warning("%s", note)
-        claim_name(config, run_dir)
-        store = open_store(config, run_dir)
-        restarts = _restarts(config) if open_session is None else 0  # a caller's processes are not started again here
-        record = _train_with_restarts(partial(_train, config, run_dir, store, session), restarts)
+        claim_name(plan.buffers, run_name(config.run), run_dir)
+        store = open_store(config.checkpoint, run_dir, config.sync.deadline_s)
+        record = _train_with_restarts(partial(_train, plan, run_dir, store, session), restarts)
         if launched_ranks() > 1:
             from trivium.training.distributed.torchrun import stop_ranks
 
-            stop_ranks(train_device(config))
+            stop_ranks(train_device(config.train))
         asyncio.run(store.copied())  # the last chance to copy checkpoints that could not be copied earlier
         summary = {name: record[name] for name in (*_CARRIED, "changes") if record.get(name) is not None}
         summary = {"steps": store.steps()[-1], **summary}
@@ -115,10 +118,10 @@ def run(config: RunConfig, open_session: OpenSession | None = None, report: Send
         return {**summary, "run_dir": str(run_dir)}
 
 
-def _restarts(config: RunConfig) -> int:
+def _restarts(plan: Plan) -> int:
     """How often this command may start processes again that died. The ranks of torchrun are started by torchrun. With
     run.mode train or serve, other commands and clients see the failure and end."""
-    return config.cluster.max_restarts if config.run.mode == "both" and launched_ranks() == 1 else 0
+    return plan.config.cluster.max_restarts if plan.config.run.mode == "both" and launched_ranks() == 1 else 0
 
 
 def _train_with_restarts(train: Callable[[], dict[str, Any]], restarts: int) -> dict[str, Any]:
@@ -141,12 +144,12 @@ def _train_with_restarts(train: Callable[[], dict[str, Any]], restarts: int) -> 
         gc.collect()
 
 
-def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: OpenSession) -> dict[str, Any]:
+def _train(plan: Plan, run_dir: Path, store: CheckpointStore, session: OpenSession) -> dict[str, Any]:
     """Trains the remaining stages from the last checkpoint. Returns the record of the run."""
     latest = store.recover()
     if latest is not None:
         _log.info("continuing from %s", latest.path.name)
-        for reward in (part.reward for part in parts_of(config.rewards)):
+        for reward in (part.reward for part in parts_of(plan.config.rewards)):
             if is_unnamed(reward.kind):
                 _log.warning(
                     "the reward %s has no importable name: it is unknown whether it is the same as before", reward.kind
@@ -154,11 +157,11 @@ def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: Op
     changes = recorded_changes(run_dir)
     record: dict[str, Any] = {"changes": changes} if changes else {}
     trained = False
-    with session(config, run_dir, store, latest) as train_stage:
-        for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
-            if config.stages:
+    with session(plan, run_dir, store, latest) as train_stage:
+        for stage, resume in _remaining_stages(plan, run_dir, store, latest, record):
+            if plan.config.stages:
                 what = f"{stage.config.algorithm.kind}, {stage.config.schedule.steps} steps"
-                announce(f"stage {stage.number + 1} of {len(config.stages)}: {what}")
+                announce(f"stage {stage.number + 1} of {len(plan.stages)}: {what}")
             record.update(train_stage(stage, resume, record))
             trained = True
         if not trained:
@@ -166,11 +169,19 @@ def _train(config: RunConfig, run_dir: Path, store: CheckpointStore, session: Op
     return record
 
 
+def prepared(config: RunConfig, here: Machine | None = None) -> tuple[Plan, Findings]:
+    """Checks a run before it starts (`ready`), and plans it for this machine, or the given one."""
+    findings = ready(config, here)
+    ranks = training_ranks(config.cluster, here)
+    return plan_run(config, usable_cores(), here or machine(), ranks, findings.tasks), findings
+
+
 def ready(config: RunConfig, here: Machine | None = None) -> Findings:
     """Checks a run before it starts. Returns the warnings and the rows that it reads. Raises ConfigError with all
     problems on this machine, or the given one, and the errors of `run` for a directory of another run."""
-    ranks = training_ranks(config, here) if here is not None or config.cluster.kind == "ray" else ranks_here()
-    findings = preflight(config, here or machine(), ranks, training_ranks(config, here))
+    all_ranks = training_ranks(config.cluster, here)
+    ranks = all_ranks if here is not None or config.cluster.kind == "ray" else ranks_here()
+    findings = preflight(config, here or machine(), ranks, all_ranks)
     findings.refuse()
     refuse_another_run(config, Path(config.run.dir), findings.rows)
     return findings
@@ -182,13 +193,14 @@ def _connect_ranks(config: RunConfig) -> None:
     from trivium.training.distributed.torchrun import connect_ranks
 
     mode = config.run.mode
-    if mode in ("explore", "bench") or (mode == "serve" and shares_buffer(config)) or config.cluster.kind == "ray":
+    is_alone = mode in ("explore", "bench") or (mode == "serve" and shares_buffer(config.buffers))
+    if is_alone or config.cluster.kind == "ray":
         raise ConfigError(
             f"run.mode {mode!r} with cluster.kind {config.cluster.kind!r} on {launched_ranks()} ranks of torchrun",
             "ranks of torchrun can only train together",
             "start one process; on Ray, cluster.ranks sets the number of ranks",
         )
-    connect_ranks(train_device(config), collective_deadline(config))
+    connect_ranks(train_device(config.train), collective_deadline(stage.sync for stage in config.stage_configs()))
 
 
 def train_as_rank(config: RunConfig) -> dict[str, Any]:
@@ -202,8 +214,8 @@ def train_as_rank(config: RunConfig) -> dict[str, Any]:
     return {"rank": rank, "run_dir": str(run_dir)}
 
 
-OpenSession = Callable[[RunConfig, Path, CheckpointStore, Checkpoint | None], AbstractContextManager[TrainStage]]
-"""(config, run directory, its checkpoints, the latest checkpoint) -> a context manager of the function that trains a
+OpenSession = Callable[[Plan, Path, CheckpointStore, Checkpoint | None], AbstractContextManager[TrainStage]]
+"""(plan, run directory, its checkpoints, the latest checkpoint) -> a context manager of the function that trains a
 stage."""
 SendReport = Callable[[Monitor, Path], None]
 """(monitor, run directory): sends a report of the run to the monitor."""
@@ -211,14 +223,16 @@ SendReport = Callable[[Monitor, Path], None]
 
 @contextmanager
 def _local_session(
-    report: SendReport | None, config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
+    report: SendReport | None, plan: Plan, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
 ) -> Generator[TrainStage]:
     """Trains stages in this process, with an explorer beside the trainer unless other processes explore (`run.mode:
     train`)."""
-    monitor, board = build_monitor(config, run_dir, latest), open_board(config)
+    config, settings = plan.config, fingerprint(plan.config)
+    monitor = build_monitor(config.monitors, config.usual_lr(), run_dir, latest)
+    board = open_board(plan.buffers, run_name(config.run))
 
     def train_stage(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:
-        synchronizer = build_synchronizer(stage.config, board, fingerprint(config))
+        synchronizer = build_synchronizer(stage.config.sync, board, settings)
         endpoints = local_endpoints(stage, synchronizer, TRAINER)
         trainer = build_trainer(stage, endpoints, store, resume, monitor, record)
         try:
@@ -237,7 +251,7 @@ def _local_session(
 
     try:
         yield train_stage
-        build_synchronizer(config, board, fingerprint(config)).finish_run(len(config.stage_configs()) - 1)
+        build_synchronizer(config.sync, board, settings).finish_run(len(plan.stages) - 1)
         if report is not None:
             report(monitor, run_dir)
     finally:
@@ -257,44 +271,42 @@ def carried(resume: Checkpoint | None) -> dict[str, Any]:
 
 
 def _remaining_stages(
-    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None, record: dict[str, Any]
+    plan: Plan, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None, record: dict[str, Any]
 ) -> Iterator[tuple[Stage, Checkpoint | None]]:
     """Yields each unfinished stage and the checkpoint to continue it from, after updating `record`. A stage starts from
     the weights that the previous stage saved, with a fresh optimizer."""
-    stages = config.stage_configs()
+    config = plan.config
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     # The last step of each ended stage, which is earlier than planned if the data ended.
     ends: list[int] = list(latest.state["pinned"]) if latest is not None else []
-    first_version = 0
-    for number, stage_config in enumerate(stages):
-        last_version = first_version + stage_config.schedule.steps
+    for number, planned in enumerate(plan.stages):
+        first_version = planned.first_version
         if number >= len(ends):
             resume = latest if latest is not None and latest.step > first_version else None
             if resume is not None:
                 record.update(carried(resume))
-            if resume is None or resume.step < last_version:
-                known = resume is None and number > 0 and evaluates_alike(stages[number - 1], stage_config)
+            if resume is None or resume.step < planned.last_version:
+                before = plan.stages[number - 1].config
+                known = resume is None and number > 0 and evaluates_alike(before, planned.config)
                 evaluated = store.open(ends[number - 1]).state["evaluated"] if known else None
                 record |= {"stage": number, "pinned": list(ends), "evaluated": evaluated}
                 _log.info("stage %d %s %d", number, BEGINS, resume.step if resume else first_version)
                 (run_dir / "summary.json").unlink(missing_ok=True)  # the summary marks a finished run
-                stage_config = with_reward_models(stage_config, config.stage_names, ends, store)
-                yield Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir), resume
+                stage = Stage.of(planned, run_dir, model_dir)
+                rewards = located_rewards(stage.config.rewards, config.stage_names, ends, store)
+                yield stage.judged_by(rewards), resume
                 latest = None
             ends.append(store.steps()[-1])
-        first_version = last_version
-        if number + 1 < len(stages):
+        if not planned.is_last:
             model_dir = store.open(ends[number]).path / "policy"
 
 
-def explore(config: RunConfig) -> dict[str, Any]:
+def explore(plan: Plan) -> dict[str, Any]:
     """Explores (or serves) and evaluates, stage by stage, for a trainer in another process (`run.mode: train`)."""
-    name, run_dir = explorer_name(config), Path(config.run.dir)
-    config = with_choices(config, machine())
-    stages = config.stage_configs()
-    steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]
-    board = open_board(config)
-    waiting = build_synchronizer(config, board, fingerprint(config))
+    config, stages = plan.config, plan.stages
+    name, run_dir = explorer_name(config.run), Path(config.run.dir)
+    board = open_board(plan.buffers, run_name(config.run))
+    waiting = build_synchronizer(config.sync, board, fingerprint(config))
     with logging_to(run_dir, f"log-{name}.txt", shown=logging.INFO):  # an explorer has no monitor
         # An explorer that was killed while it wrote its address writes it again only if a stage remains.
         (run_dir / f".serve-{name}.json.writing").unlink(missing_ok=True)
@@ -304,12 +316,13 @@ def explore(config: RunConfig) -> dict[str, Any]:
         while number != len(stages) - 1 and (number := asyncio.run(waiting.wait_for_trainer(name))) is not None:
             _log.info("stage %d: explorer %s begins", number, name)
             if day := waiting.settings.get(DAY):
-                stages = [on_day(stage, date.fromisoformat(day)) for stage in stages]
+                stages = [replace(each, config=on_day(each.config, date.fromisoformat(day))) for each in stages]
             explored += 1
             store = CheckpointStore(run_dir / "checkpoints")
-            stage_config = with_reward_models(stages[number], config.stage_names, stage_ends(store), store)
-            stage = Stage(stage_config, number, steps[number], number == len(stages) - 1, run_dir, model_dir)
-            synchronizer = build_synchronizer(stage.config, board).attach(waiting)
+            stage = Stage.of(stages[number], run_dir, model_dir)
+            rewards = located_rewards(stage.config.rewards, config.stage_names, stage_ends(store), store)
+            stage = stage.judged_by(rewards)
+            synchronizer = build_synchronizer(stage.config.sync, board).attach(waiting)
             endpoints = local_endpoints(stage, synchronizer, name)
             try:
                 if stage.num_explorers:
@@ -325,7 +338,7 @@ def explore(config: RunConfig) -> dict[str, Any]:
                 number = -1
                 _log.warning("%s; waiting up to %.0f s until it is started again", lost, waiting.deadline_s)
         if not explored:
-            _log.warning("the run %r is finished: no task is left to explore", run_name(config))
+            _log.warning("the run %r is finished: no task is left to explore", run_name(config.run))
     return {"explorer": name, "stages_explored": explored, "run_dir": str(run_dir)}
 
 

@@ -244,7 +244,7 @@ def _explores_here(config: RunConfig) -> bool:
 
 def _trains_here(config: RunConfig) -> bool:
     """Whether this process trains. A server with a shared buffer leaves training to another process."""
-    return config.run.mode != "explore" and not (config.run.mode == "serve" and shares_buffer(config))
+    return config.run.mode != "explore" and not (config.run.mode == "serve" and shares_buffer(config.buffers))
 
 
 def _is_rolled_out(config: RunConfig, taskset: str) -> bool:

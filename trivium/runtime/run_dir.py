@@ -278,7 +278,7 @@ def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str], plan: Plan
     atomic_write(path, to_yaml(config))
     with writing(run_dir):
         fsync(run_dir)  # before the first checkpoint: without its config, a run cannot be continued
-    plan = plan or plan_run(config, usable_cores(), machine(), training_ranks(config))
+    plan = plan or plan_run(config, usable_cores(), machine(), training_ranks(config.cluster))
     atomic_write(run_dir / _PLAN, f"form: {FORM}\n{plan.to_yaml()}")
 
 

@@ -55,4 +55,4 @@ def serve_train_rank(config: RunConfig, at_end: Callable[[], None]) -> None:
         sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None
         return RankVerbs(engine, sampler)
 
-    serve_rank(train_device(config), make, at_end)
+    serve_rank(train_device(config.train), make, at_end)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from trivium.checkpoint.store import Checkpoint
-from trivium.config import RunConfig
+from trivium.config import RewardConfig, RunConfig
 from trivium.config.recording import scores_observations
 from trivium.foundation.concurrency import ProcessLife, usable_cores
 from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.planning.choices import threads_of
 from trivium.planning.memory_estimate import is_evaluated, is_explored
+from trivium.planning.plan import StagePlan
 from trivium.protocols import Renderer
 from trivium.runtime.run_dir import hold_with
 from trivium.text.renderer import renderer_of
@@ -34,6 +35,19 @@ class Stage:
     model_dir: Path
     """The model directory that the stage starts from, also for the frozen reference if there is one."""
 
+    @classmethod
+    def of(cls, plan: StagePlan, run_dir: Path, model_dir: Path) -> Self:
+        return cls(plan.config, plan.number, plan.first_version, plan.is_last, run_dir, model_dir)
+
+    def judged_by(self, rewards: tuple[RewardConfig, ...]) -> Stage:
+        """The stage with other rewards."""
+        return replace(self, config=self.config.model_copy(update={"rewards": rewards}))
+
+    @property
+    def explored(self) -> bool:
+        """Whether it learns from rollouts of its policy."""
+        return is_explored(self.config)
+
     @property
     def evaluated(self) -> bool:
         return is_evaluated(self.config, is_last=self.is_last)
@@ -41,7 +55,7 @@ class Stage:
     @property
     def num_explorers(self) -> int:
         """The number of explorers that the run starts; 1, for evaluation alone, if the buffer needs none."""
-        return self.config.cluster.explorers if is_explored(self.config) else int(self.evaluated)
+        return self.config.cluster.explorers if self.explored else int(self.evaluated)
 
     @property
     def threads(self) -> int:

@@ -34,10 +34,10 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(where, model, found, "name a stage with algorithm.kind: reward_model")
 
 
-def with_reward_models(
-    stage: RunConfig, names: Sequence[str], ends: Sequence[int], store: CheckpointStore
-) -> RunConfig:
-    """Returns the config of a stage with the directories of the reward models that it names by stage. `ends` are the
+def located_rewards(
+    rewards: Sequence[RewardConfig], names: Sequence[str], ends: Sequence[int], store: CheckpointStore
+) -> tuple[RewardConfig, ...]:
+    """Returns the rewards of a stage with the directories of the reward models that they name by stage. `ends` are the
     last steps of the stages before it. Raises RunDirError if there is no such checkpoint."""
 
     def located(reward: RewardConfig) -> RewardConfig:
@@ -53,7 +53,7 @@ def with_reward_models(
         path = store.open(ends[number]).path / _ROLE
         return reward.model_copy(update={"path": str(path.resolve()), "stage": None})
 
-    return stage.model_copy(update={"rewards": changed(stage.rewards, located)})
+    return changed(rewards, located)
 
 
 def stage_ends(store: CheckpointStore) -> list[int]:

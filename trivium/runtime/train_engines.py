@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.config import RunConfig, build
+from trivium.config.schema import TrainConfig
+from trivium.config.sections import SyncSection
 from trivium.foundation.errors import ConfigError
 from trivium.foundation.registry import resolve
 from trivium.protocols import EngineSettings, TrainEngine, WeightChannel
@@ -45,7 +47,7 @@ def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightC
         getattr(stage.config.train, "max_tokens_per_micro_batch", None),
         getattr(stage.config.engine, "max_rows", None),
     ]
-    group = TorchrunRanks(train_device(stage.config), announcement, make)
+    group = TorchrunRanks(train_device(stage.config.train), announcement, make)
     engine = distributed_engine(group, stage, algorithm, channel)
     engine.samplers = group.samplers
     return engine
@@ -62,15 +64,15 @@ def distributed_engine(
         algorithm,
         max_response_length=stage.config.engine.sampling.max_new_tokens,
         first_version=stage.first_version,
-        share_prefix=shares_prefixes(stage.config),
+        share_prefix=shares_prefixes(stage.config.train),
     )
     attached(engine, stage, channel)
     return engine
 
 
-def shares_prefixes(config: RunConfig) -> bool:
+def shares_prefixes(train: TrainConfig) -> bool:
     """Whether the ranks of a stage compute common prefixes of sequences once."""
-    return bool(getattr(config.train, "share_prefix", False))
+    return bool(getattr(train, "share_prefix", False))
 
 
 def build_rank_engine(
@@ -96,8 +98,8 @@ def build_rank_engine(
             shard=train.shard,
             tensor=train.parallel.tensor,
             expert=train.parallel.expert,
-            device=train_device(config),
-            deadline_s=collective_deadline(config),
+            device=train_device(config.train),
+            deadline_s=collective_deadline([config.sync]),
         )
     kind = resolve("train", config.train.kind)
     if not (isinstance(kind, type) and issubclass(kind, TrainEngine)):
@@ -106,14 +108,13 @@ def build_rank_engine(
             f"{getattr(kind, '__name__', kind)} is no trivium.protocols.TrainEngine",
             "derive it from that class; a front door drives engines of its own interface",
         )
-    explored = capabilities_of(resolve("buffers", config.buffer.kind)).explored
     engine = build(
         "train",
         config.train,
         model_dir=stage.model_dir,
         algorithm=algorithm,
         # Expert data has no sampling temperature.
-        temperature=config.engine.sampling.temperature if explored else 1.0,
+        temperature=config.engine.sampling.temperature if stage.explored else 1.0,
         max_response_length=config.engine.sampling.max_new_tokens,
         total_steps=config.schedule.steps,
         first_version=stage.first_version,
@@ -143,17 +144,17 @@ def engine_dtype(config: RunConfig) -> str:
     return named if named in ("float32", "bfloat16") else ""
 
 
-def collective_deadline(config: RunConfig) -> float:
+def collective_deadline(stages: Iterable[SyncSection]) -> float:
     """Returns the deadline of collective calls between ranks. It exceeds the longest wait of the first rank for
     explorers, in any stage."""
-    return 60.0 + max(stage.sync.deadline_s for stage in config.stage_configs())
+    return 60.0 + max(sync.deadline_s for sync in stages)
 
 
-def train_device(config: RunConfig) -> str:
+def train_device(train: TrainConfig) -> str:
     """Returns `cpu` or `cuda`: the device type of `train.device` on this machine."""
     from trivium.models.placement import device_of
 
-    return device_of(getattr(config.train, "device", "cpu")).type
+    return device_of(getattr(train, "device", "cpu")).type
 
 
 def check_vocabulary(teacher: Path, policy: Path, load: Callable[[Path], Any] = hf_tokenizer) -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from trivium.config import RunConfig
+from trivium.config.sections import ClusterSection
 from trivium.models.late import torch
 from trivium.models.placement import device_of, has_gpu
 from trivium.planning.choices import MIB
@@ -33,11 +34,11 @@ def peaks() -> dict[str, int]:
     return held
 
 
-def training_ranks(config: RunConfig, here: Machine | None = None) -> int:
+def training_ranks(cluster: ClusterSection, here: Machine | None = None) -> int:
     """The number of processes that train together: the Ray actors that the config requests, or the processes of
     torchrun. A described machine `here` may set the latter."""
-    if config.cluster.kind == "ray":
-        return config.cluster.ranks
+    if cluster.kind == "ray":
+        return cluster.ranks
     return launched_ranks() if here is None or here.ranks is None else here.ranks
 
 
@@ -56,7 +57,7 @@ def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": str(threads),
-        "ranks": str(training_ranks(config)),
+        "ranks": str(training_ranks(config.cluster)),
         "device": device.type,
         **gpu,
         **{name: os.environ[name] for name in _INSTRUCTION_SETS if name in os.environ},

@@ -25,7 +25,7 @@ def built(config: RunConfig) -> GroupAlgorithm:
 
 def line(config: RunConfig) -> str:
     """What `trivium check` says."""
-    return plan_run(config, cores=1).stages[0].algorithm["correction"]
+    return plan_run(config, cores=1).text.stages[0].algorithm["correction"]
 
 
 def problems(correction: Any, **said: Any) -> dict[str, str]:
@@ -103,7 +103,7 @@ def test_a_choice_stands_whatever_the_staleness() -> None:
 
 def test_each_stage_is_settled_by_its_own_staleness() -> None:
     config = configured(engine={"kind": "scripted"}, stages=[{"schedule": {"max_staleness": 1}}, {}])
-    first, second = (stage.algorithm["correction"] for stage in plan_run(config, cores=1).stages)
+    first, second = (stage.algorithm["correction"] for stage in plan_run(config, cores=1).text.stages)
     assert first.startswith("token importance weights")
     assert second.startswith("none")
 
@@ -119,7 +119,7 @@ def test_algorithms_that_judge_nothing_have_no_correction() -> None:
             "schedule": {"group_size": 1},
         }
     )
-    assert plan_run(config, cores=1).stages[0].algorithm == {"kind": "sft"}
+    assert plan_run(config, cores=1).text.stages[0].algorithm == {"kind": "sft"}
     with refused(ConfigError, "'correction'"):
         with_algorithm({"kind": "sft", "correction": "decoupled_token_is"})
 

@@ -502,7 +502,7 @@ def test_what_would_have_no_effect_or_a_wrong_one_is_refused(
 
 def test_replayed_groups_are_corrected_like_stale_ones_and_the_plan_says_what_is_played() -> None:
     config = configured({"kind": "replay", "fraction": 0.5})
-    (plan,) = plan_run(config, 1).stages
+    (plan,) = plan_run(config, 1).text.stages
     assert "up to" not in plan.algorithm["correction"]
     assert "groups may be 4 version(s) old" in plan.algorithm["correction"]
     assert config.algorithm.for_run(config).correction.kind == "decoupled_token_is"  # pyright: ignore[reportAttributeAccessIssue]

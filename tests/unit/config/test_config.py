@@ -256,7 +256,7 @@ def test_training_refuses_sampling_of_which_the_engine_does_not_record_what_it_k
 ) -> None:
     name = setting.partition(":")[0]
     assert set(problems_of(folder, f"engine: {{sampling: {{{setting}}}}}")) == {f"engine.sampling.{name}"}
-    kept = plan_run(load(folder, f"engine: {{kind: torch, sampling: {{{setting}}}}}"), cores=1).stages[0].recorded
+    kept = plan_run(load(folder, f"engine: {{kind: torch, sampling: {{{setting}}}}}"), cores=1).text.stages[0].recorded
     assert kept is not None
     assert name in kept
     load(folder, f"evaluation: {{taskset: test, sampling: {{{setting}}}}}")  # evaluation has nothing to replay
@@ -452,11 +452,12 @@ def test_a_config_cannot_be_written_to(folder: Path) -> None:
 def test_the_plan_counts_steps_across_stages(folder: Path) -> None:
     stages = "stages: [{schedule: {steps: 5, group_size: 1}}, {schedule: {steps: 2}}]"
     plan = plan_run(load(folder, stages), cores=6)
-    assert [(stage.first_step, stage.last_step) for stage in plan.stages] == [(1, 5), (6, 7)]
-    assert [stage.trajectories_per_step for stage in plan.stages] == [4, 8]
-    assert [stage.slots for stage in plan.stages] == [20, 8]
-    assert plan.stages[1].max_response_tokens_per_step == 8 * 16
-    assert (plan.total_steps, plan.threads) == (7, 6)
+    text = plan.text
+    assert [(stage.first_step, stage.last_step) for stage in text.stages] == [(1, 5), (6, 7)]
+    assert [stage.trajectories_per_step for stage in text.stages] == [4, 8]
+    assert [stage.slots for stage in text.stages] == [20, 8]
+    assert text.stages[1].max_response_tokens_per_step == 8 * 16
+    assert (text.total_steps, text.threads) == (7, 6)
     assert yaml.safe_load(plan.to_yaml())["total_steps"] == 7
 
 

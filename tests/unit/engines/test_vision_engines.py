@@ -362,14 +362,14 @@ def test_check_says_what_is_trained(tmp_path: Path) -> None:
         return config_from_mapping({**run, "schedule": schedule, "train": train})
 
     def said(train: dict[str, Any], kind: str = "tiny_vision") -> str | None:
-        return plan_run(stage(train, kind), cores=1).stages[0].vision
+        return plan_run(stage(train, kind), cores=1).text.stages[0].vision
 
     assert said({}, "tiny") is None
     words = {which: said({"vision_tower": which}) or "" for which in ("trained", "projector", "frozen")}
     assert [text.count("trained") for text in words.values()] == [3, 2, 1]
     assert words["trained"] == said({})
     assert "an adapter trained" in (said({"lora": {"rank": 2}}) or "")
-    plans = [plan_run(stage({"vision_tower": which}), cores=1).stages[0].memory or {} for which in words]
+    plans = [plan_run(stage({"vision_tower": which}), cores=1).text.stages[0].memory or {} for which in words]
     held = [plan["each rank"]["policy gradients"] + plan["each rank"]["policy optimizer"] for plan in plans]
     assert held[0] > held[1] > held[2]
     planned = (plan_stage(stage({"sequence_parallel": ranks}), ranks, Machine(2**40)) for ranks in (1, 2))

@@ -47,7 +47,7 @@ from trivium.planning.machine_file import read_machine
 from trivium.planning.memory_estimate import Lengths, TaskTokens
 from trivium.planning.model_memory import Adapter, SplitModels, TrainedModels, engine_memory, memory_plan
 from trivium.planning.model_shape import FEW_BITS, ModelShape
-from trivium.planning.plan import plan_run, refuse_too_large, with_choices
+from trivium.planning.plan import plan_run
 from trivium.text.tiny import TinyModel, tiny_tokenizer
 from trivium.training.device import machine
 
@@ -434,7 +434,7 @@ class TestPlan:
 
     def test_roles_follow_from_the_algorithm(self, tmp_path: Path) -> None:
         def roles(**algorithm: Any) -> set[str]:
-            memory = plan_run(config_of(tmp_path, algorithm=algorithm), 1, HUGE).stages[0].memory
+            memory = plan_run(config_of(tmp_path, algorithm=algorithm), 1, HUGE).text.stages[0].memory
             assert memory is not None
             return {name.split()[0] for name in memory["each rank"] if name.endswith("weights")}
 
@@ -454,7 +454,7 @@ class TestPlan:
                 train={"frozen_dtype": "bfloat16", **train},
                 checkpoint={"asynchronous": True},
             )
-            memory = plan_run(config, 1, Machine(2**50)).stages[0].memory
+            memory = plan_run(config, 1, Machine(2**50)).text.stages[0].memory
             assert memory is not None
             items = memory["each rank"]
             held = {name.split()[0]: size for name, size in items.items() if name.endswith(" weights")}
@@ -474,7 +474,7 @@ class TestPlan:
     def test_offload_moves_what_is_held_to_the_host(self, tmp_path: Path) -> None:
         def plan(offload: bool) -> dict[str, Any]:
             config = config_of(tmp_path, train={"cpu_offload": offload}, checkpoint={"asynchronous": True})
-            memory = plan_run(config, 1, HUGE, ranks=4).stages[0].memory
+            memory = plan_run(config, 1, HUGE, ranks=4).text.stages[0].memory
             assert memory is not None
             return memory
 
@@ -488,21 +488,21 @@ class TestPlan:
     def test_the_preset_fits_its_gpu(self, shape: dict[str, Any], gpu: int, tmp_path: Path) -> None:
         config = recipe(tmp_path, "gpu_24gb", shape)
         machine = Machine(64 * 2**30, (gpu * 10**9,))
-        refuse_too_large(config, machine)
-        memory = plan_run(config, 1, machine).stages[0].memory
+        plan_run(config, 1, machine).refuse_too_large()
+        memory = plan_run(config, 1, machine).text.stages[0].memory
         assert memory is not None
         assert memory["each rank"]["device"] == memory["each engine"]["device"] == "cuda"  # auto, on this machine
         parts = memory["each rank"]["total"], memory["each engine"]["total"]
         assert memory["needed"]["gpu"] == pytest.approx(sum(parts) + 512, abs=1)
         assert memory["needed"]["gpu"] * MIB > 0.6 * gpu * 10**9
         with refused(ConfigError, "GPU"):
-            refuse_too_large(config, Machine(64 * 2**30, (gpu * 10**9 // 2,)))
+            plan_run(config, 1, Machine(64 * 2**30, (gpu * 10**9 // 2,))).refuse_too_large()
 
     def test_the_page_about_vllm_has_the_memory_of_its_recipe(self, tmp_path: Path) -> None:
         """docs/vllm.md, in GiB: each item of trainer and engine, and what is needed and available."""
         machine = Machine(64 * 2**30, (24 * 10**9,))
         config = recipe(tmp_path, "lora_vllm", QWEN_1B5)
-        memory = plan_run(config, 1, machine).stages[0].memory
+        memory = plan_run(config, 1, machine).text.stages[0].memory
         assert memory is not None
         items = {**memory["each rank"], **memory["each engine"]}
         page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
@@ -510,15 +510,15 @@ class TestPlan:
         total = {"needed": memory["needed"]["gpu"], "available": memory["available"]["gpus"][0]}
         expected = {name: value for name, value in items.items() if isinstance(value, float) and name != "total"}
         assert shown == {name: round(value / 1024, 1) for name, value in {**expected, **total}.items()}
-        refuse_too_large(config, machine)
+        plan_run(config, 1, machine).refuse_too_large()
         greedy = recipe(tmp_path, "lora_vllm", QWEN_1B5, "engine.cache_gib=14")
         with refused(ConfigError, "engine.gpu_memory_utilization", "engine.cache_gib"):
-            refuse_too_large(greedy, machine)
+            plan_run(greedy, 1, machine).refuse_too_large()
 
     def test_an_engine_over_several_gpus_has_a_part_on_each(self, tmp_path: Path) -> None:
         def weights(*overrides: str) -> float:
             config = recipe(tmp_path, "lora_vllm", QWEN_1B5, *overrides)
-            memory = plan_run(config, 1, Machine(64 * 2**30, 4 * (24 * 10**9,))).stages[0].memory
+            memory = plan_run(config, 1, Machine(64 * 2**30, 4 * (24 * 10**9,))).text.stages[0].memory
             assert memory is not None
             return memory["each engine"]["engine"]
 
@@ -531,7 +531,7 @@ class TestPlan:
         def weights(**engine: Any) -> float:
             section = {"kind": "vllm", "device": "cuda", **engine}
             plan = plan_run(config_of(tmp_path, MIXTURE, engine=section), 1, Machine(2**50, (80 * 2**30,) * 4))
-            memory = plan.stages[0].memory
+            memory = plan.text.stages[0].memory
             assert memory is not None
             return memory["each engine"]["engine"]
 
@@ -545,7 +545,7 @@ class TestPlan:
 
     def test_what_is_left_to_the_machine_follows_it(self, tmp_path: Path) -> None:
         on_cpu, on_gpu = (
-            plan_run(config_of(tmp_path, engine={}), 1, machine).stages[0].memory or {}
+            plan_run(config_of(tmp_path, engine={}), 1, machine).text.stages[0].memory or {}
             for machine in (Machine(2**50), HUGE)
         )
         assert on_cpu["each rank"]["device"] == on_cpu["each engine"]["device"] == "cpu"
@@ -555,15 +555,15 @@ class TestPlan:
 
     def test_what_cannot_fit_is_refused_with_its_biggest_item(self, tmp_path: Path) -> None:
         config = config_of(tmp_path)
-        refuse_too_large(config, HUGE)
-        refuse_too_large(config, Machine())  # nothing is known
+        plan_run(config, 1, HUGE).refuse_too_large()
+        plan_run(config, 1, Machine()).refuse_too_large()  # nothing is known
         with refused(ConfigError) as caught:
-            refuse_too_large(config, Machine(16 * 1024 * MIB))
+            plan_run(config, 1, Machine(16 * 1024 * MIB)).refuse_too_large()
         assert "policy optimizer" in caught.value.found or "activations" in caught.value.found
         long = config_of(tmp_path, train={"max_tokens_per_micro_batch": 1_000_000}, stages=[{}, {}])
         with refused(ConfigError, "stage 0", "activations", "max_tokens_per_micro_batch"):
-            refuse_too_large(long, Machine(2**50, (80 * 2**30,)))
-        refuse_too_large(config_of(tmp_path, cluster={"kind": "ray", "address": "auto"}), Machine(1))
+            plan_run(long, 1, Machine(2**50, (80 * 2**30,))).refuse_too_large()
+        plan_run(config_of(tmp_path, cluster={"kind": "ray", "address": "auto"}), 1, Machine(1)).refuse_too_large()
 
     def test_check_prints_the_plan_and_refuses(self, tmp_path: Path) -> None:
         tiny_tokenizer("0123456789+=").save_pretrained(tmp_path)
@@ -578,17 +578,17 @@ class TestPlan:
 
     def test_an_engine_with_a_gpu_of_its_own_is_planned_for(self, tmp_path: Path) -> None:
         config = config_of(tmp_path, QWEN_32B, cluster={"kind": "ray", "ranks": 6, "engines": 2}, train=ADAPTED)
-        memory = plan_run(config, 1, Machine(2**42, (80 * 2**30,) * 8), ranks=6).stages[0].memory
+        memory = plan_run(config, 1, Machine(2**42, (80 * 2**30,) * 8), ranks=6).text.stages[0].memory
         assert memory is not None
         rank, engine = memory["each rank"]["total"], memory["each engine"]["total"]
         assert memory["needed"]["gpu"] == pytest.approx(max(rank, engine) + 512, abs=1)
-        few = plan_run(config, 1, Machine(2**42, (80 * 2**30,) * 7), ranks=6).stages[0].memory
+        few = plan_run(config, 1, Machine(2**42, (80 * 2**30,) * 7), ranks=6).text.stages[0].memory
         assert few is not None
         assert few["each engine"]["device"] == "cpu"  # a GPU for each rank, and none left for two engines
 
     def test_versions_that_travel_are_counted_in_the_engines_type(self, tmp_path: Path) -> None:
         plans = [plan_run(config_of(tmp_path, engine={"dtype": dtype}), 1, HUGE) for dtype in ("float32", "bfloat16")]
-        wide, narrow = ((plan.stages[0].memory or {})["each rank, host"]["published versions"] for plan in plans)
+        wide, narrow = ((plan.text.stages[0].memory or {})["each rank, host"]["published versions"] for plan in plans)
         assert wide == pytest.approx(2 * 4 * shape_of(QWEN_1B5).parameters / MIB, abs=1)
         assert narrow == pytest.approx(wide / 2, abs=1)
 
@@ -598,7 +598,7 @@ class TestPlan:
         def host(memory: int = 2**50, ranks: int = 1, **changes: Any) -> tuple[float, float]:
             engine = {"kind": "vllm", "device": "cuda", "dtype": "bfloat16"}
             plan = plan_run(config_of(tmp_path, engine=engine, **changes), 1, Machine(memory, HUGE.gpus), ranks=ranks)
-            shown = plan.stages[0].memory
+            shown = plan.text.stages[0].memory
             assert shown is not None
             return shown.get("each engine, host", {}).get("weights for vLLM", 0), shown["needed"]["host"]
 
@@ -616,7 +616,7 @@ class TestPlan:
 
         def host(**changes: Any) -> dict[str, float]:
             config = config_of(tmp_path, MIXTURE, **changes)
-            memory = plan_run(config, 1, HUGE).stages[0].memory or {}
+            memory = plan_run(config, 1, HUGE).text.stages[0].memory or {}
             return {"needed": memory["needed"]["host"], **memory.get("rollouts, host", {})}
 
         off, on = host(), host(train={"router_replay": "rollout"})
@@ -629,7 +629,7 @@ class TestPlan:
             tmp_path, MIXTURE, train={"router_replay": "rollout"}, schedule={**STEP, "max_staleness": 900}
         )
         with refused(ConfigError, "host memory"):
-            refuse_too_large(config, Machine(500 * 2**30, (2**50,)))
+            plan_run(config, 1, Machine(500 * 2**30, (2**50,))).refuse_too_large()
 
     def test_this_machine_has_memory(self) -> None:
         assert 2**28 < host_memory() < 2**50
@@ -655,8 +655,8 @@ class TestLimits:
     def limits(self, tmp_path: Path, gib: int, typed: dict[str, Any] = SMOLLM2_135M, **changes: Any) -> tuple[int, int]:
         config = config_of(tmp_path, typed, **{"engine": {}, **changes})
         tokens = [TaskTokens(Lengths(200, 100, "200 prompts"))] * len(config.stage_configs())
-        chosen: Any = with_choices(config, Machine(gib * 2**30), 1, tokens)
-        refuse_too_large(chosen, Machine(gib * 2**30), 1, tokens)
+        chosen: Any = plan_run(config, 1, Machine(gib * 2**30), 1, tokens).config
+        plan_run(chosen, 1, Machine(gib * 2**30), 1, tokens).refuse_too_large()
         return chosen.train.max_tokens_per_micro_batch, chosen.engine.max_rows
 
     def test_they_follow_from_the_memory_of_the_machine(self, tmp_path: Path) -> None:
@@ -671,7 +671,7 @@ class TestLimits:
         config = config_of(tmp_path, SMOLLM2_135M, engine={})
         for gib in (64, 1):
             tasks = [TaskTokens(Lengths(6000, 100, "one prompt"))]
-            chosen: Any = with_choices(config, Machine(gib * 2**30), 1, tasks)
+            chosen: Any = plan_run(config, 1, Machine(gib * 2**30), 1, tasks).config
             assert chosen.train.max_tokens_per_micro_batch == 6256
 
     def test_threads_of_a_small_model_share_a_micro_batch(self, tmp_path: Path) -> None:
@@ -680,19 +680,19 @@ class TestLimits:
 
     def test_a_resumed_run_keeps_them_on_another_machine(self, tmp_path: Path) -> None:
         config = config_of(tmp_path, SMOLLM2_135M, engine={})
-        begun = with_choices(config, Machine(8 * 2**30))
+        begun = plan_run(config, 1, Machine(8 * 2**30)).config
         saved = yaml.safe_load(to_yaml(begun))
-        resumed = with_choices(as_begun(saved, config), Machine(64 * 2**30))
+        resumed = plan_run(as_begun(saved, config), 1, Machine(64 * 2**30)).config
         assert resumed.train == begun.train
         assert resumed.engine == begun.engine
-        assert with_choices(config, Machine(64 * 2**30)).train != begun.train
+        assert plan_run(config, 1, Machine(64 * 2**30)).config.train != begun.train
 
     def test_a_stage_that_learns_from_rows_has_no_engine_unless_it_evaluates(self, tmp_path: Path) -> None:
         def items(**changes: Any) -> set[str]:
             rows = {"buffer": {"kind": "files"}, "algorithm": {"kind": "sft"}, "rewards": []}
             schedule = {"groups_per_step": 8, "group_size": 1}
             config = config_of(tmp_path, SMOLLM2_135M, engine={}, **{**rows, "schedule": schedule, **changes})
-            memory = plan_run(config, 1, Machine(2**36)).stages[0].memory
+            memory = plan_run(config, 1, Machine(2**36)).text.stages[0].memory
             assert memory is not None
             return {*memory["each rank"], *memory.get("each engine", {})}
 
@@ -796,5 +796,5 @@ ITEMS = {"each rank": HELD, "each engine": ("engine", "engine cache", "engine pr
 
 def test_a_stage_with_an_engine_of_another_kind_leaves_the_limits_of_the_others() -> None:
     stages = [{"schedule": {"steps": 1}}, {"engine": {"kind": "scripted", "replies": [[1]]}}]
-    chosen: Any = with_choices(configured(stages=stages), Machine(1 << 34))
+    chosen: Any = plan_run(configured(stages=stages), 1, Machine(1 << 34)).config
     assert chosen.engine.max_rows > 0

@@ -113,7 +113,7 @@ def test_the_plan_divides_what_ranks_split() -> None:
         "schedule": {"group_size": 4, "groups_per_step": 2},
     }
     plans = [
-        plan_run(configured(**sections, train={"parallel": split, "dtype": "float32"}), 1, Machine(), 4).stages[0]
+        plan_run(configured(**sections, train={"parallel": split, "dtype": "float32"}), 1, Machine(), 4).text.stages[0]
         for split in ({}, {"tensor": 2})
     ]
     whole, half = (plan.memory["each rank"] for plan in plans if plan.memory is not None)

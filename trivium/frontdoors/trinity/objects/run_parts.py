@@ -113,7 +113,8 @@ class RunParts:
     def synchronizer(self) -> Synchronizer:
         """The trainer's end of the board."""
         if self.actor is None:
-            return Synchronizer(open_board(self.config), **options_of(self.config))
+            board = open_board(self.config.buffers, run_name(self.config.run))
+            return Synchronizer(board, **options_of(self.config))
         from trivium.cluster.actors import Proxy
 
         table: Any = Proxy(self.actor, ROLE, "driver")
@@ -135,7 +136,7 @@ class RunParts:
         from trivium.cluster.shared_actors import SharedActors
 
         # A run that starts again must not find the actors of the one before.
-        namespace = f"{run_name(self.config)}-{uuid.uuid4().hex[:8]}"
+        namespace = f"{run_name(self.config.run)}-{uuid.uuid4().hex[:8]}"
         return SharedActors(self.actor, None, namespace)  # the trainer has a buffer in its own process
 
     @cached_property
@@ -172,8 +173,8 @@ class RunParts:
 def parts_in(run_dir: Path, config: RunConfig, closing: ExitStack) -> RunParts:
     """Opens the run of a config in a directory that this process holds. Actors that it starts on Ray end with
     `closing`."""
-    claim_name(config, run_dir)
-    store = open_store(config, run_dir)
+    claim_name(config.buffers, run_name(config.run), run_dir)
+    store = open_store(config.checkpoint, run_dir, config.sync.deadline_s)
     latest = store.recover()
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     first = config.stage_configs()[0]

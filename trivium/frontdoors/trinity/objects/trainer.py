@@ -103,7 +103,7 @@ class Trainer:
             self._endpoints,
             run.store,
             run.latest,
-            build_monitor(run.config, run.stage.run_dir, run.latest),
+            build_monitor(run.config.monitors, run.config.usual_lr(), run.stage.run_dir, run.latest),
             {**carried(run.latest), "stage": 0, "pinned": []},
             lambda stage, algorithm, channel: WrappedEngine(self.engine, run, sync_method),
             partial(CoreTrainer, owner=self),
@@ -230,7 +230,7 @@ def _check(config: RunConfig) -> None:
     """Raises ConfigError for settings that a Trainer does not support."""
     if config.run.mode not in ("both", "train", "serve"):
         raise ConfigError(f"a Trainer with run.mode {config.run.mode!r}", "it trains", "use both, train or serve")
-    if config.cluster.kind == "ray" and shares_buffer(config):
+    if config.cluster.kind == "ray" and shares_buffer(config.buffers):
         raise ConfigError(
             f"a Trainer on Ray over buffer.kind {config.buffer.kind!r}",
             "its ranks meet on Ray, and explorers in the database",

@@ -15,7 +15,7 @@ from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import KlController
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.cluster.session import connect
-from trivium.config import RunConfig, build
+from trivium.config import build
 from trivium.config.resume import fingerprint
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
@@ -55,6 +55,7 @@ from trivium.frontdoors.verl.rewards.reward_loading import compute_reward as cal
 from trivium.frontdoors.verl.translation import settings_of
 from trivium.loops import Parts
 from trivium.loops import run as run_parts
+from trivium.planning.plan import Plan
 from trivium.protocols import Algorithm, Monitor, TrainEngine, WeightChannel
 from trivium.runtime.build import (
     Endpoints,
@@ -195,7 +196,7 @@ class RayPPOTrainer(Attributes):
                 algorithm_of(self.run_config),
                 longest=self.run_config.engine.sampling.max_new_tokens,
                 sequence=getattr(self.run_config.train, "sequence_parallel", 1),
-                share_prefix=shares_prefixes(self.run_config),
+                share_prefix=shares_prefixes(self.run_config.train),
                 measures_use=self.device_name == "cuda"
                 or getattr(self.run_config.train, "peak_flops", None) is not None,
             )
@@ -296,10 +297,12 @@ class RayPPOTrainer(Attributes):
 
     @contextmanager
     def _session(
-        self, config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
+        self, plan: Plan, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
     ) -> Generator[TrainStage]:
         """Yields the function that trains a stage. The loops run here, models and rollout engines in the workers."""
-        monitor = self._monitor = OverridableMonitor(build_monitor(config, run_dir, latest))
+        monitor = self._monitor = OverridableMonitor(
+            build_monitor(plan.config.monitors, plan.config.usual_lr(), run_dir, latest)
+        )
         try:
             yield partial(self._train_stage, store=store, monitor=monitor, board=MemoryBoard())
         finally:
@@ -397,7 +400,7 @@ class RayPPOTrainer(Attributes):
         return TrainerStage(**vars(stage), user_renderer=self._setup.renderer)
 
     def _endpoints(self, stage: Stage, board: MemoryBoard, *fingerprints: Mapping[str, str]) -> Endpoints:
-        synchronizer = build_synchronizer(stage.config, board, *fingerprints)
+        synchronizer = build_synchronizer(stage.config.sync, board, *fingerprints)
         return Endpoints(build_buffer(stage, build_schedule(stage)), synchronizer, WorkerChannel(self._actor))
 
     def _build_parts(self, stage: Stage, endpoints: Endpoints, trainer: Trainer | None = None) -> Parts:

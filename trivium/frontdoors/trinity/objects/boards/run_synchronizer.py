@@ -315,14 +315,14 @@ def options_of(config: RunConfig) -> dict[str, Any]:
     """Returns the arguments of a run's Synchronizer, beside the board."""
     on_ray = config.cluster.kind == "ray"
     # On Ray, the starting process passes the config to the roles, so they need not agree on settings.
-    like = build_synchronizer(config, MemoryBoard(), None if on_ray else fingerprint(config))
+    like = build_synchronizer(config.sync, MemoryBoard(), None if on_ray else fingerprint(config))
     return {
         "deadline_s": like.deadline_s,
         "style": like.style,
         "interval": like.interval,
         "collective": like.collective,
         # If the roles share only a database, only heartbeats show whether a role is alive.
-        "heartbeat_s": config.sync.heartbeat_s if shares_buffer(config) and not on_ray else None,
+        "heartbeat_s": config.sync.heartbeat_s if shares_buffer(config.buffers) and not on_ray else None,
         "settings": like.settings,
     }
 

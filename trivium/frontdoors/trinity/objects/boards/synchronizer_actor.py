@@ -12,7 +12,7 @@ from trivium.config import RunConfig
 from trivium.foundation.board import SharedBoard
 from trivium.frontdoors.trinity.objects.boards.run_synchronizer import RunSynchronizer, options_of
 from trivium.planning.memory_estimate import kept_versions
-from trivium.runtime.build import open_board, shares_buffer
+from trivium.runtime.build import open_board, run_name, shares_buffer
 
 
 class SynchronizerActor(RunSynchronizer, Host):
@@ -27,7 +27,7 @@ class SynchronizerActor(RunSynchronizer, Host):
         Host.__init__(self, "synchronizer", None, 1)
         self._object = table
         self._built.set()
-        in_database = shares_buffer(run_config) and run_config.cluster.kind != "ray"
-        board = open_board(run_config) if in_database else SharedBoard(table)
+        in_database = shares_buffer(run_config.buffers) and run_config.cluster.kind != "ray"
+        board = open_board(run_config.buffers, run_name(run_config.run)) if in_database else SharedBoard(table)
         RunSynchronizer.__init__(self, board, **options_of(run_config))
         self.channel = ObjectStoreChannel(table, keep=kept_versions(run_config))

@@ -256,13 +256,13 @@ class RewardModelWorker(Worker):
         stage, path = self.config.spec.stage(), self.config.reward_model
         if path is None:
             raise ConfigError("reward_model.model.path", "nothing", "name the reward model of Role.RewardModel")
-        device = torch.device(train_device(stage.config))
+        device = torch.device(train_device(stage.config.train))
         dtype: torch.dtype = getattr(torch, dtype_of(self.config.reward_model_dtype, device.type))
         model = load_score_model(path, dtype=dtype, device=device).requires_grad_(False)
         max_tokens = getattr(stage.config.train, "max_tokens_per_micro_batch", None) or MICRO_BATCH_TOKENS
         self._learner = Learner(
             RoleModel("reward", model),
-            MicroBatching(max_tokens, share_prefix=shares_prefixes(stage.config)),
+            MicroBatching(max_tokens, share_prefix=shares_prefixes(stage.config.train)),
             max_response_length=stage.config.engine.sampling.max_new_tokens,
         )
 
