@@ -1,7 +1,12 @@
-"""Every rule of `trivium doctor` finds what is wrong in a small run that does it wrong."""
+"""Every rule of `trivium doctor` finds what is wrong in a run that does it wrong, small or recorded.
+
+A directory of tests/data/runs has the config of a real run and its metrics; `tools/record_runs.py` records them again.
+The demos and `-real` are runs of SmolLM2-135M-Instruct with an adapter, the others of a tiny model that writes sums.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -10,8 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from record_runs import as_rows
+from typer.testing import CliRunner
 
 from trivium.algorithms import PerToken, PolicyInputs, policy_loss
+from trivium.cli import app
 from trivium.config import config_from_mapping
 from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.errors import TriviumError
@@ -25,11 +33,6 @@ from trivium.runtime.launch import run
 def low(prompt: str, completion: str) -> float:
     """Half of the tasks cannot be solved."""
     return float(completion.startswith(("0", "1", "2", "3", "4")) and prompt.startswith(("0", "1", "2", "3", "4")))
-
-
-def length(prompt: str, completion: str) -> float:
-    """Pays for length what no right answer has."""
-    return 0.9 * len(completion) / 16
 
 
 def one_sum() -> list[dict[str, str]]:
@@ -48,10 +51,6 @@ def ungradable(prompt: str, completion: str) -> float:
 
 def silence(prompt: str, completion: str) -> float:
     return 0.5 * (not completion) + 0.5 * prompt.startswith("9")
-
-
-def seven(prompt: str, completion: str) -> float:
-    return float(completion.startswith("7"))
 
 
 GRADED = [time.monotonic()]
@@ -106,21 +105,6 @@ BASE: dict[str, Any] = {
     "schedule": steps(6),
     "monitors": [{"kind": "jsonl"}],
 }
-HACKED: dict[str, Any] = {
-    "tasks": {**BASE["tasks"], "test": {"kind": "arithmetic", "max_operand": 9, "count": 60}},
-    "rewards": [{"kind": "exact"}, {"kind": here("length")}],
-    "engine": {"sampling": sampling(16)},
-    "evaluation": {"taskset": "test", "threshold": 1.0, "sampling": sampling(16, temperature=0.0)},
-    "stages": [
-        {
-            "buffer": {"kind": "files"},
-            "algorithm": {"kind": "sft"},
-            "train": lr(0.02),
-            "schedule": {"steps": 24, "groups_per_step": 32, "group_size": 1},
-        },
-        {"train": lr(0.02), "schedule": steps(15, groups_per_step=8, group_size=8), "evaluation": {"every": 5}},
-    ],
-}
 RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "nothing is ever right": (
         {
@@ -129,39 +113,6 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "schedule": steps(12),
         },
         {"equal rewards", "truncation", "refused groups"},
-    ),
-    "a learning rate that is too high": (
-        {
-            "rewards": [{"kind": here("low")}, {"kind": "regex", "pattern": ".*"}],
-            "algorithm": {"kind": "grpo", "kl": {"coef": 1e-4}},
-            "train": lr(0.1),
-            "schedule": steps(18, groups_per_step=4, group_size=8),
-        },
-        {"entropy collapse", "equal rewards", "kl drift", "dead component"},
-    ),
-    "a policy that forgets": (
-        {
-            **HACKED,
-            "rewards": [{"kind": "exact", "partial_credit": 0.5}],
-            "engine": {"sampling": sampling(4)},
-            "evaluation": {"taskset": "test", "sampling": sampling(4, temperature=0.0)},
-            "stages": [HACKED["stages"][0], {"train": lr(0.3), "schedule": steps(6, groups_per_step=8, group_size=8)}],
-        },
-        {"falling reward"},
-    ),
-    "a learning rate that is too low": (
-        {"train": lr(1e-9), "schedule": steps(10, groups_per_step=8, group_size=8)},
-        {"learning rate too low"},
-    ),
-    "supervised steps that diverge": (
-        {
-            "buffer": {"kind": "files"},
-            "rewards": [{"kind": "exact"}],
-            "algorithm": {"kind": "sft"},
-            "train": lr(1.0),
-            "schedule": steps(10, groups_per_step=16, group_size=1),
-        },
-        {"rising loss"},
     ),
     "everything that can be graded is right": (
         {
@@ -188,7 +139,6 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"engine mismatch"},
     ),
-    "a reward that pays for something else": (HACKED, {"reward hacking", "length explosion", "truncation"}),
     "tasks learned by heart": (
         {
             "tasks": {
@@ -204,21 +154,12 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "a reward that silence earns": (
         {
-            "rewards": [{"kind": here("silence")}],
+            "rewards": [{"kind": here("silence")}, {"kind": "regex", "pattern": ".*"}],
             "engine": {"sampling": sampling(16)},
             "train": lr(0.02),
             "schedule": steps(20, groups_per_step=8, group_size=8),
         },
-        {"empty completions", "length collapse"},
-    ),
-    "a reward that one answer earns": (
-        {
-            "rewards": [{"kind": here("seven")}],
-            "engine": {"sampling": sampling(1)},
-            "train": lr(0.02),
-            "schedule": steps(20, groups_per_step=4, group_size=8),
-        },
-        {"one answer", "saturated rewards"},
+        {"empty completions", "length collapse", "dead component"},
     ),
     "a slow reward": ({"rewards": [{"kind": here("slow")}], "schedule": steps(5)}, {"waiting"}),
     "a loss that is not a number": (
@@ -259,5 +200,57 @@ TEXTS = {
 """What the findings of some of them say."""
 
 
+# --------------------------------------------------------------------------- recorded runs
+
+RECORDED = Path(__file__).parents[2] / "data" / "runs"
+HEALTHY = sorted(path.name for path in RECORDED.glob("healthy-*"))
+SICK: dict[str, tuple[str, set[str]]] = {
+    "sick-empty": ("empty completions", {"saturated rewards"}),
+    "sick-one-answer": ("one answer", {"saturated rewards"}),
+    "sick-length": ("reward hacking", {"length explosion", "truncation"}),
+    "sick-high-lr": ("falling reward", {"equal rewards", "one answer"}),
+    "sick-high-lr-real": ("kl drift", {"equal rewards", "truncation"}),
+    "sick-sft-high-lr": ("rising loss", set()),
+    "sick-dpo-high-lr": ("entropy collapse", set()),
+    "sick-low-lr": ("learning rate too low", set()),
+    "sick-zero-reward": ("equal rewards", set()),
+    "sick-truncated": ("truncation", set()),
+    "sick-truncated-real": ("truncation", {"equal rewards"}),
+    "sick-stale": ("staleness", {"falling reward", "equal rewards"}),
+    "sick-mismatch": ("engine mismatch", set()),
+    "sick-entropy": ("entropy collapse", {"equal rewards", "one answer"}),
+    "sick-kl": ("kl drift", set()),
+}
+"""By run: the rule of the illness, and the rules of its consequences."""
+
+
+def doctor(name: str, run_dir: Path) -> tuple[int, set[str]]:
+    """Writes the directory of the run; returns the exit code of the command and the rules that it names."""
+    (run_dir / "config.yaml").write_text(f"extends: {RECORDED / name / 'config.yaml'}\n")
+    rows = as_rows(json.loads((RECORDED / name / "metrics.json").read_text()))
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    result = CliRunner().invoke(app, ["doctor", str(run_dir)])
+    names = {line.partition(": ")[0] for line in result.output.splitlines()}
+    return result.exit_code, names & set(RULES.by_name)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_doctor_is_silent_about_a_healthy_run(name: str, tmp_path: Path) -> None:
+    assert doctor(name, tmp_path) == (0, set())
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_doctor_finds_the_illness_of_a_run(name: str, tmp_path: Path) -> None:
+    illness, consequences = SICK[name]
+    assert doctor(name, tmp_path) == (1, {illness, *consequences})
+
+
+def test_there_are_ten_of_each_and_none_is_left_out() -> None:
+    assert len(HEALTHY) >= 10
+    assert len(SICK) >= 10
+    assert {path.parent.name for path in RECORDED.glob("*/metrics.json")} == {*HEALTHY, *SICK}
+
+
 def test_every_rule_has_a_run() -> None:
-    assert set(RULES.by_name) == set.union(*(expected for _, expected in RUNS.values()))
+    found = [expected for _, expected in RUNS.values()] + [{illness, *others} for illness, others in SICK.values()]
+    assert set(RULES.by_name) == set.union(*found)
