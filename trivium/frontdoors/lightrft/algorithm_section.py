@@ -100,6 +100,7 @@ def conflicts(values: Mapping[str, Any]) -> list[Problem]:
         if values[name] not in choices
     ]
     estimator, samples = values["advantage_estimator"], values["n_samples_per_prompt"]
+    # LightRFT divides 0 by 0 here, and trains on NaN.
     if estimator in _OF_GROUPS and samples < 2:
         cause = f"{estimator} compares the completions of a prompt"
         problems.append(Problem("n_samples_per_prompt", str(samples), cause, "set it to 2 or more"))

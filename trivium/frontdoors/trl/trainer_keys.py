@@ -90,6 +90,7 @@ _ON_POLICY: Mapping[str, Entry] = {
     ),
     "vllm_tensor_parallel_size": Mapped("engine.tensor_parallel_size", type=int, when={"use_vllm": True}),
     "vllm_max_model_length": Mapped("engine.max_context", type=int, when={"use_vllm": True}),
+    # Level 2, which drops the weights, because every step sends them again.
     "vllm_enable_sleep_mode": Mapped("engine.sleep_level", default=False, convert={True: 2}, when={"use_vllm": True}),
     **ignored("the run starts vLLM itself", "vllm_server_base_url vllm_server_host vllm_server_port vllm_group_port"),
     **ignored("prompts are not truncated", "max_prompt_length"),

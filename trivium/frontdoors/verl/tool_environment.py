@@ -85,7 +85,7 @@ class ToolEnvironment:
         results = [await self._execute(call) for call in calls[: self._max_calls]]
         messages = [Message("tool", self._cut(text)) for text, _ in results]
         self._messages += messages
-        return messages, sum(reward for _, reward in results) * self._tool_rewards, False
+        return messages, sum(reward for _, reward in results) if self._tool_rewards else 0.0, False
 
     async def close(self) -> None:
         """Releases the tools, and ends the interaction."""
@@ -164,7 +164,7 @@ class ToolEnvironment:
         history = [{"role": message.role, "content": message.content} for message in self._messages]
         answered = await _called(self._interaction.generate_response, self._id, history, **self._interaction_kwargs)
         ends, answer, score, _ = answered
-        reward = float(score or 0.0) * self._tool_rewards
+        reward = float(score or 0.0) if self._tool_rewards else 0.0
         if ends:
             return (), reward + await self._final_reward(), True
         messages = [Message("user", str(answer))]

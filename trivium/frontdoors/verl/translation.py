@@ -241,6 +241,7 @@ def _longest(verl: Settings) -> int:
 
 def _evaluation(verl: Settings, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of the evaluation that follow from several keys."""
+    # verl validates greedily unless do_sample is set, whatever the temperature.
     temperature = evaluation["sampling"]["temperature"] if verl[f"{ROLLOUT}.val_kwargs.do_sample"] else 0.0
     samples = evaluation["samples"] if temperature else 1  # greedy samples of a task are equal
     sampling = evaluation["sampling"] | {"temperature": temperature}

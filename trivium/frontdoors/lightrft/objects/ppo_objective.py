@@ -135,6 +135,7 @@ def high_entropy_mask(entropy: torch.Tensor, action_mask: torch.Tensor | None, r
         return mask
     values = torch.where(mask, entropy, 0.0)
     x = PolicyInputs(torch.zeros_like(values), mask, {}, torch.zeros_like(mask), values)
+    # Of each sequence, as in LightRFT; the paper chooses over the batch.
     return _highest_entropies(ratio).weights(x).bool() & mask
 
 

@@ -38,6 +38,7 @@ class PretrainingBatches:
         number = 0
         while True:
             empty = True
+            # Every pass has an order of its own, which a resumed run repeats.
             for batch in in_order(self._loader, self._seed, "pretraining", number):
                 empty = False
                 yield batch

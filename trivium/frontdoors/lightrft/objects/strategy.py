@@ -201,6 +201,7 @@ class Strategy:
         if self.world_size > 1:
             # FSDP replaces the parameters, and the user's optimizer holds the ones of before.
             before = dict(core.named_parameters())
+            # Weak references, because the id of a parameter that is gone may be that of a new one.
             replaced = {id(parameter) for reference in self._replaced if (parameter := reference()) is not None}
             if not replaced.isdisjoint(map(id, before.values())):
                 raise ConfigError(

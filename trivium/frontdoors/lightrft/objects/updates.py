@@ -60,6 +60,7 @@ def narrowed(batch: Batch, experience: ExperienceVL, entropy_mask: torch.Tensor)
     rows: list[AnyArray] = []
     for e, mask, chosen in zip(batch.experiences, actions.bool().cpu(), entropy_mask.bool().cpu(), strict=True):
         row = np.zeros(len(e), np.bool_)
+        # Padded or not, a row has the same trained tokens in the same order.
         row[e.response_mask] = chosen[mask].numpy()
         rows.append(row)
     return with_mask(batch, rows)

@@ -159,6 +159,7 @@ class RewardScorer:
 
     def _check_labels(self, samples: Sequence[RolloutSample]) -> None:
         unknown = [sample.label for sample in samples if not _has(self._recipes, sample.label)]
+        # LightRFT gives an unknown label the reward 0, which looks like a wrong answer.
         if unknown:
             raise RewardError(
                 "a recipe for each sample's label",

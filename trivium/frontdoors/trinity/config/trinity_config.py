@@ -202,6 +202,7 @@ class TrinityConfig:
         modes = ("both", "explore", "train", "bench", "serve")
         if mode not in (*modes, "colocate"):
             self.problem("mode", repr(mode), "no such mode", f"use one of {', '.join(modes)}")
+        # `colocate` is `both` on one GPU, which the engines and the trainer share in any case.
         return "both" if mode not in modes else mode
 
     @cached_property

@@ -101,6 +101,7 @@ class MultiTurnWorkflow(Workflow):
         """Returns the experience of a conversation with its reward. Numbers in `info` become metrics."""
         experience = self.model.convert_messages_to_experience(messages)
         truncated = truncate_status == "response_truncated"
+        # Trinity gives a truncated response no reward.
         experience.reward, experience.info = 0.0 if truncated else float(reward), dict(info or {})
         experience.truncate_status = truncate_status
         numbers = {k: float(v) for k, v in experience.info.items() if isinstance(v, int | float)}

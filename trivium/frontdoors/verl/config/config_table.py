@@ -123,6 +123,7 @@ ALGORITHM: dict[str, Entry] = {
     "filter_groups.max_num_gen_batches": Mapped("the number algorithm.refill, in batches of data.gen_batch_size", 0),
     "filter_groups": Ignored("rollouts are passed on as soon as they finish"),
     "rollout_correction.rollout_is": Mapped("the weights of algorithm.correction"),
+    # Of any type: a number, or `low_high` as text.
     "rollout_correction.rollout_is_threshold": Mapped("the threshold of algorithm.correction", 2.0, type=object),
     "rollout_correction.rollout_is_batch_normalize": Mapped("the field normalise of algorithm.correction", False),
     "rollout_correction.rollout_rs": Mapped("the kinds in algorithm.correction.rejection"),
@@ -190,6 +191,7 @@ TRAINER: dict[str, Entry] = {
     "rollout_data_dir": Mapped("RayPPOTrainer writes <step>.jsonl there: what each step trained on", type=Path),
     "validation_data_dir": Mapped("RayPPOTrainer writes <step>.jsonl there: every validation sample", type=Path),
     "del_local_ckpt_after_load": Ignored("checkpoint.keep is the number of checkpoints on disk"),
+    # verl, too, keeps one checkpoint then.
     "remove_previous_ckpt_in_save": Mapped("checkpoint.keep", False, convert={True: 1}),
     "esi_redundant_time": Ignored("save_freq determines when a checkpoint is written"),
     "ray_wait_register_center_timeout": Ignored("sync.deadline_s bounds every wait"),

@@ -32,6 +32,7 @@ def conflicts(verl: Settings, has_validation: bool, engine: str) -> Iterator[Pro
             f"a step has {batch} prompts (data.train_batch_size)",
             "leave it out, or set algorithm.filter_groups.enable",
         )
+    # Hydra's list of config files names the backend.
     if "megatron" in str(verl.values.get("defaults")):
         yield Problem("defaults", str(verl.values["defaults"]), "Megatron is not supported", "use the FSDP configs")
     top_p = verl[f"{ROLLOUT}.top_p"]

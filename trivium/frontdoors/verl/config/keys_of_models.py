@@ -74,6 +74,7 @@ FSDP: dict[str, Entry] = {
         ("param_offload", "optimizer_offload", "offload_policy"),
         Mapped("train.cpu_offload", False, convert=if_on),
     ),
+    # -1 stands for all ranks, which is what an unset train.shard means.
     "fsdp_size": Mapped("train.shard", -1, convert=lambda size: size if size > 0 else None),
     "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel", 1),
     "mixed_precision": Restricted((None,), "set mixed_precision.param_dtype"),
@@ -226,6 +227,7 @@ REFERENCE: dict[str, Entry] = {
     ),
 }
 
+# An adapter that is loaded has its own rank and alpha.
 _LORA = {"actor_rollout_ref.model.lora_rank": True, "actor_rollout_ref.model.lora_adapter_path": False}
 
 
@@ -271,6 +273,7 @@ MODEL: dict[str, Entry] = {
 CRITIC_MODEL: dict[str, Entry] = {
     **MODEL,
     "custom_chat_template": Ignored("the actor's template renders the prompts"),
+    # verl's default, a folder of its authors, counts as unset (`translation._critic`).
     "path": Mapped("the path train.critic_path, if it is not the actor's", "~/models/deepseek-llm-7b-chat", Path),
     "enable_gradient_checkpointing": Ignored("train.gradient_checkpointing applies to every role"),
     "lora_rank": Restricted((None, 0), "leave it out: the critic is trained without LoRA"),
@@ -325,6 +328,7 @@ ROLLOUT: dict[str, Entry] = {
     "over_sample_rate": Mapped("schedule.over_rollout", 0.0, convert=lambda rate: rate / (1 - rate) if rate else None),
     "tensor_model_parallel_size": Mapped("engine.tensor_parallel_size", type=int, when=VLLM_ON_GPU),
     "data_parallel_size": Mapped("engine.data_parallel_size", type=int, when=VLLM_ON_GPU),
+    # A number in verl; here, the experts are spread over all GPUs of an engine.
     "expert_parallel_size": Mapped(
         "engine.expert_parallel", type=int, convert=lambda size: True if size > 1 else None, when=VLLM_ON_GPU
     ),

@@ -86,6 +86,7 @@ _REWARD_MODEL: dict[str, Entry] = {
 REWARDS: dict[str, Entry] = {
     **under("reward_model", _REWARD_MODEL),
     **under("reward_manager", _MANAGER),
+    # Text in some versions of verl, a section in others.
     "reward_manager": Moved("reward_manager.name"),
     "reward_model.reward_manager": Moved("reward_manager.name"),
     **_moved("reward_model.reward_manager", _MANAGER, "reward_manager"),

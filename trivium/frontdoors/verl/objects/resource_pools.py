@@ -58,6 +58,7 @@ class ResourcePoolManager:
         *,
         device_name: str | None = None,
         cpus_per_process: float = 1.0,
+        # verl's default: CPUs for three groups in a pool.
         max_colocate_count: int = 3,
         deadline_s: float = 120.0,
     ) -> None:

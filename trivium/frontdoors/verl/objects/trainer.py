@@ -145,6 +145,7 @@ class RayPPOTrainer(Attributes):
         self._needs = self._setup.needs
         self.use_critic, self.use_reference_policy = self._needs.critic, self._needs.reference
         self.use_rm, self.ref_in_actor = self._needs.reward_model, self._needs.reference_in_actor
+        # Overrides that were written for verl's trainer read these.
         self.hybrid_engine, self.async_rollout_mode = True, False
         self._roles = chosen_roles(self.role_worker_mapping, self._needs)
         self.resource_pool_manager = resource_pool_manager or self._default_pools()

@@ -55,6 +55,7 @@ class CriticVL(OpenedModel[ValueModel]):
         options = Options(
             bf16, load_in_4bit, lora_rank, lora_alpha, lora_dropout, target_modules, ds_config, device_map, seed
         )
+        # `check` refuses it with the unknown options: values are those of unnormalised returns.
         further |= {"normalize_reward": True} if normalize_reward else {}
         super().__init__(pretrain_or_model, options, further, backbone=True)
         self.packing_samples = packing_samples

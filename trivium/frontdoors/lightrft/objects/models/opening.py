@@ -114,6 +114,7 @@ def _open(
         model = cast(PreTrainedModel, model.base_model) if backbone else model
         halved = model.dtype in (torch.bfloat16, torch.float16)
         return model.float() if halved else model, None, halved
+    # As model.path of a config: an id leads to the local cache of Hugging Face.
     path = Path(TypeAdapter(ModelPath).validate_python(str(source)))
     missing = missing_model_error(path)
     if missing is not None:

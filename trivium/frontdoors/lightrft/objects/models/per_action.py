@@ -59,6 +59,8 @@ def per_action(
         sight=sight,
         blank=bool(has_images) and ranks.size > 1,
     )
+    # With the model's own positions: LightRFT overrides those of M-RoPE, and its log-probabilities are not the
+    # engine's.
     numbers = model(micro.pack, micro.rows)
     numbers = numbers if isinstance(numbers, Tensor) else numbers[0]
     # FSDP keeps parameters gathered for a backward pass that does not follow.

@@ -89,6 +89,7 @@ class CheckpointMonitor:
             RemoteDirectory(default_hdfs_dir, 0.0)  # an error of the actor's constructor would lose its parts
         settings = {
             "save_strategy": None if save_strategy is None else _strategy(save_strategy).value,
+            # Absolute, because processes in other folders name the same directory.
             "default_local_dir": None if default_local_dir is None else str(Path(default_local_dir).absolute()),
             "default_hdfs_dir": default_hdfs_dir,
         }

@@ -77,9 +77,10 @@ class RunSynchronizer(core.Synchronizer):
             old = RunningStatus(old_status).value
             same = [name for name, entry in explorers.items() if _ANONYMOUS in entry and entry["status"] == old]
             if not same:
+                counts = {status.value: number for status, number in _counts(values).items()}
                 raise SyncError(
                     f"an explorer from {old_status} to {status}",
-                    f"none is {old_status}: { ({status.value: n for status, n in _counts(values).items()}) }",
+                    f"none is {old_status}: {counts}",
                     "report each explorer first by its status alone, then by that and the one before",
                 )
             return with_explorer(values, same[0], status=status.value)
@@ -251,6 +252,7 @@ class RunSynchronizer(core.Synchronizer):
             return None
         finally:
             self.set_trainer_status(RunningStatus.RUNNING if agreed and agreed[0] else before)
+        # After the exchange: Trinity counts the version before it, also if the explorers stop meanwhile.
         self.publish(step)
         return step
 

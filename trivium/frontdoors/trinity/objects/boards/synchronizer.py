@@ -54,6 +54,7 @@ def _actor_class() -> type[RunSynchronizer]:
 
 def namespace_of(config: RunConfig) -> str:
     """Returns the namespace of a run's actors."""
+    # Absolute, because processes in other folders name the same directory.
     return config.run.name or str(Path(config.run.dir).absolute())
 
 

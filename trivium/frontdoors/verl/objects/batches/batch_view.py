@@ -103,6 +103,7 @@ def trained_view(groups: Sequence[Group], batch: Batch, pad_token_id: int, step:
 def on_last_tokens(view: DataProto, scores: Sequence[float]) -> Tensor:
     """Returns rewards (B, R) with each score on the last token of its response. An empty response has no reward."""
     rewards, lengths = torch.zeros(view.batch["responses"].shape), view.response_lengths
+    # verl writes to index -1 of an empty response, which is padding.
     rows = lengths.nonzero().flatten()
     rewards[rows, lengths[rows] - 1] = torch.tensor([float(score) for score in scores])[rows]
     return rewards

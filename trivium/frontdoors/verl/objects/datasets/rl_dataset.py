@@ -117,5 +117,6 @@ def create_rl_sampler(data_config: Any, dataset: Sized) -> Sampler[int]:
         return sampler
     if not read(data_config, "shuffle", TABLE.default_of("data.shuffle")):
         return SequentialSampler(dataset)
+    # A generator of its own, because the global one also serves the user's script.
     generator, seed = torch.Generator(), read(data_config, "seed")
     return RandomSampler(dataset, generator=generator if seed is None else generator.manual_seed(int(seed)))
