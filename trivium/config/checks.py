@@ -342,7 +342,7 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 def _served(config: RunConfig) -> bool:
     """Whether agents bring the tasks and the rewards."""
-    return config.run.mode == "serve" or ("train" in config.tasks and config.tasks["train"].kind == SERVED)
+    return config.run.mode in ("serve", "tinker") or ("train" in config.tasks and config.tasks["train"].kind == SERVED)
 
 
 def is_loopback(host: str) -> bool:
@@ -374,7 +374,7 @@ def check_serving(config: RunConfig) -> Iterator[Problem]:
             "name a taskset with tasks",
         )
     serve = config.serve
-    if mode != "serve":
+    if mode not in ("serve", "tinker"):
         if serve.linger_s:
             yield Problem("serve.linger_s", f"{serve.linger_s} s", f"run.mode {mode!r} serves nothing", "leave it out")
         return
@@ -402,7 +402,7 @@ def check_serving(config: RunConfig) -> Iterator[Problem]:
     if config.cluster.kind != "local":
         yield Problem(
             "cluster.kind",
-            f"run.mode serve on {config.cluster.kind}",
+            f"run.mode {mode} on {config.cluster.kind}",
             "the endpoint lives in the command's process",
             "use cluster.kind: local; any number of serve commands may share a buffer",
         )

@@ -137,10 +137,11 @@ class RunSection(Config):
     it keeps this day when it continues, on all machines."""
     name: str = free("")
     """The run's name in a buffer that separate commands share; empty means the last part of `run.dir`."""
-    mode: Literal["both", "explore", "train", "bench", "serve"] = free("both")
+    mode: Literal["both", "explore", "train", "bench", "serve", "tinker"] = free("both")
     """`both` explores and trains; `explore` and `train` do one of the two, in any number of shells or machines that
     share a buffer and a channel; `serve` offers the policy to agents instead of exploring, and trains too unless the
-    buffer is shared; `bench` evaluates every checkpoint of the run, in order."""
+    buffer is shared; `bench` evaluates every checkpoint of the run, in order; `tinker` serves the verbs of the Tinker
+    SDK to scripts that have a loop of their own."""
     explorer: str = free("", pattern=r"^[\w.-]*$")
     """Name of the explorer that this command starts; empty generates a unique one."""
     enable_preview: bool | None = free(None)

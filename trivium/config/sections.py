@@ -200,7 +200,7 @@ class ClusterSection(BaseConfig):
 
 
 class ServeSection(BaseConfig):
-    """The endpoint of `run.mode: serve`."""
+    """The endpoint of `run.mode: serve` and `tinker`."""
 
     host: str = free("127.0.0.1")
     """Address to listen on."""
@@ -209,10 +209,15 @@ class ServeSection(BaseConfig):
     to `serve-NAME.json`."""
     model: str = free("policy")
     """The model name that clients request."""
+    names: tuple[str, ...] = free(())
+    """Further names of the base model (`run.mode: tinker`). Its path is one as well."""
+    max_models: int = free(8, ge=1)
+    """Adapters in memory at once (`run.mode: tinker`)."""
     key_variable: str | None = free(None)
     """Environment variable with the key that clients must present; unset admits every client."""
     idle_s: float = free(3600.0, gt=0)
-    """Seconds without a call or feedback after which a conversation is dropped, and counted."""
+    """Seconds without a call or feedback after which a conversation is dropped, and counted; with `run.mode: tinker`,
+    without a sign of life after which a client's models are dropped."""
     unstarted_idle_s: float = free(300.0, gt=0)
     """Seconds after which a conversation with one call and no feedback is dropped: it may not come from an agent."""
     require_secret: bool = free(False)

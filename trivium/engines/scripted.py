@@ -227,7 +227,7 @@ class ScriptedEngine:
         """Cuts the tokens where an engine would stop."""
         scan = StopScan(request.sampling.stop, self._decode) if request.sampling.stop else None
         for count in range(1, min(limit, len(tokens)) + 1):
-            if tokens[count - 1] in self._eos:
+            if tokens[count - 1] in request.sampling.ends(self._eos):
                 return tokens[:count], StopReason.EOS
             if scan is not None and scan.hit(tokens[:count]):
                 return tokens[:count], StopReason.STOP

@@ -418,8 +418,8 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine, *, is_las
     is_sampled = mode == "bench" or is_explored(config) or is_evaluated(config, is_last=is_last)
     if is_sampled and (train.lora is None or train.lora.push != "adapter"):
         kept |= _travelling(config, batch, shape, BYTES[engine_dtype])
-    samples = is_sampled and mode in ("both", "explore", "serve", "bench") and hasattr(engine, "max_rows")
-    trains = mode in ("both", "train", "serve")
+    samples = is_sampled and mode in ("both", "explore", "serve", "tinker", "bench") and hasattr(engine, "max_rows")
+    trains = mode in ("both", "train", "serve", "tinker")
     engines = engines_of(config, batch.ranks)
     return MemoryPlan(
         device=device,

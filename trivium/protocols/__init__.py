@@ -19,6 +19,8 @@ from trivium.protocols.learning import (
     Objective,
     PacedObjective,
     RecordingEngine,
+    SteppedEngine,
+    StepSettings,
     TrainEngine,
     TrainerProtocol,
 )
@@ -70,6 +72,8 @@ __all__ = [
     "Reward",
     "RolloutEngine",
     "SampleStrategy",
+    "StepSettings",
+    "SteppedEngine",
     "StreamingEngine",
     "TaskSource",
     "TensorSpec",

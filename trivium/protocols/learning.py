@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,8 @@ class EngineSettings:
     """Which processes may write a checkpoint at the same time."""
     keeps_updates: bool = False
     """Whether updates of the policy record their per-token columns (`RecordingEngine`)."""
+    saves_merged: bool = True
+    """Whether a checkpoint holds the policy with its adapter merged, beside the adapter."""
     shares_gpu: bool = False
     """Whether a rollout engine that sleeps during updates (`engine.sleep_level`) takes the GPU's memory after them."""
 
@@ -227,6 +230,46 @@ class MeasuringEngine(Protocol):
     def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         """The loss and the metrics that `update` would report for a mini-batch, without an update."""
         ...
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What one optimizer step of AdamW takes."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = math.inf
+    """The gradient is scaled down to this norm."""
+
+
+class SteppedEngine(TrainEngine):
+    """A train engine whose caller composes the policy's updates: gradients of some batches, then a step."""
+
+    @abstractmethod
+    def accumulate(
+        self, batch: Batch, objective: Objective, *, gradient: bool = True
+    ) -> tuple[Metrics, Mapping[str, Sequence[FloatArray]]]:
+        """The metrics of the loss over a batch, and its columns for each token (`LossOutputs.tokens`). With `gradient`,
+        adds its gradient to the accumulated one; an error drops both."""
+
+    @abstractmethod
+    def step(self, settings: StepSettings) -> Metrics:
+        """One optimizer step on the accumulated gradient, which it drops. It makes the next version of the policy.
+        Raises TriviumError, weights untouched, when the gradient is not finite."""
+
+    @abstractmethod
+    def top(self, batch: Batch, k: int) -> Sequence[FloatArray]:
+        """(L, K, 2) for each experience: ids and log-probabilities of the most probable tokens at each trained one."""
+
+    @abstractmethod
+    def offered_weights(self) -> Iterable[tuple[str, Any]]:
+        """The weights that `offer_weights` offers."""
+
+    @abstractmethod
+    def save_adapter(self, directory: Path) -> None:
+        """Writes the policy's adapter alone, as peft loads it. Not for several ranks."""
 
 
 @runtime_checkable

@@ -28,6 +28,7 @@ from trivium.planning.machine import Machine
 from trivium.planning.plan import Plan, plan_run
 from trivium.protocols import Monitor, RestingEngine
 from trivium.rewards.recipe import parts_of
+from trivium.runtime.adapter_service import serve_tinker
 from trivium.runtime.build import (
     build_explorer,
     build_monitor,
@@ -100,6 +101,9 @@ def _train_planned(plan: Plan, findings: Findings, session: OpenSession, restart
     with open_run_dir(config, findings.rows, plan) as run_dir:
         for note in findings.warnings:
             _log.warning("%s", note)
+        if config.run.mode == "tinker":
+            serve_tinker(config, run_dir)
+            return {"run_dir": str(run_dir)}
         claim_name(plan.buffers, run_name(config.run), run_dir)
         store = open_store(config.checkpoint, run_dir, config.sync.deadline_s)
         record = _train_with_restarts(partial(_train, plan, run_dir, store, session), restarts)

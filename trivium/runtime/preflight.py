@@ -340,7 +340,7 @@ def packages(stage: _StageHere) -> Iterator[Problem]:
     needed = [(f"monitors[{n}]", *_MONITORS[m.kind]) for n, m in enumerate(config.monitors) if m.kind in _MONITORS]
     if config.cluster.kind == "ray":
         needed.append(("cluster.kind", "ray", "ray", "ray"))
-    if config.run.mode == "serve":
+    if config.run.mode in ("serve", "tinker"):
         needed.append(("run.mode", "fastapi", "fastapi", "serve"))
     if getattr(config.train, "lora", None) is not None:
         needed.append(("train.lora", "peft", "peft", "peft"))
@@ -354,7 +354,7 @@ def packages(stage: _StageHere) -> Iterator[Problem]:
 def settings(stage: _StageHere) -> Iterator[Problem]:
     """A section, or an object that it names, cannot be used on this machine or causes a warning."""
     config = stage.config
-    if config.run.mode == "serve":
+    if config.run.mode in ("serve", "tinker"):
         yield from attempt("serve.key_variable", lambda: read_key(config.serve.key_variable))
     for where, section in sections_of(config):
         yield from _settings_of(config, where, section)

@@ -139,7 +139,7 @@ def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -
 
 def engine_dtype(config: RunConfig) -> str:
     """Returns the dtype of the engines' weights; empty if engines on other machines choose it."""
-    here = config.cluster.kind == "local" and config.run.mode in ("both", "serve")
+    here = config.cluster.kind == "local" and config.run.mode in ("both", "serve", "tinker")
     named = str(getattr(config.engine.on_this_machine() if here else config.engine, "dtype", ""))
     return named if named in ("float32", "bfloat16") else ""
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -25,11 +25,11 @@ from trivium.models.heads.trained_models import ActorCritic, LanguageModel
 from trivium.models.heads.value_head import VALUE_HEAD
 from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
 from trivium.models.precision import precision_of, set_matmul_precision
-from trivium.models.weights.lora import adapter_parameters, describe_adapter, pushed_adapter
+from trivium.models.weights.lora import adapter_parameters, describe_adapter, pushed_adapter, save_adapter
 from trivium.models.weights.section import ADAPTER_STEM
 from trivium.models.weights.stream import Described
 from trivium.planning.model_shape import ModelShape
-from trivium.protocols import Algorithm, Objective, TrainEngine, WeightOffer, offer_on
+from trivium.protocols import Algorithm, Objective, SteppedEngine, StepSettings, WeightOffer, offer_on
 from trivium.training.batching import first_pass
 from trivium.training.distributed.ranks import ALONE, Ranks
 from trivium.training.flops import WorkDone, measured_peak, utilisation
@@ -49,10 +49,13 @@ from trivium.training.snapshot import (
 )
 from trivium.types import AnyArray, Batch, Metrics
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _ADAPTER = "policy-adapter"
 
 
-class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
+class TorchTrainEngine(DescribedTorchTrainEngine, SteppedEngine):
     """Trains in this process: the policy and, if the algorithm needs them, a critic, a reward model, a frozen reference
     and a frozen teacher."""
 
@@ -70,6 +73,7 @@ class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
         threads: int,
         ranks: Ranks = ALONE,
         roles: Collection[str] | None = None,
+        base: PreTrainedModel | None = None,
     ) -> None:
         """`temperature` is the sampling temperature and `max_response_length` the limit of one completion, in tokens:
         `seq-mean-token-sum-norm` divides by it. The schedule of the learning rate begins at `first_version` (where
@@ -77,7 +81,7 @@ class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
 
         `seed` draws the head of a critic or reward model; every method sets torch's number of `threads` for the calling
         thread. `ranks` are the processes that train together. `roles` are the models of this process; by default all
-        that the algorithm needs.
+        that the algorithm needs. `base` is the model in `model_dir`: adapters of several engines share its weights.
         """
         self.config, self.algorithm = config.on_this_machine(), algorithm
         self._first_version, self._total_steps = first_version, total_steps
@@ -100,6 +104,7 @@ class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
             ranks=ranks,
             device=device,
             roles=roles,
+            base=base,
         )
         self._learners: dict[str, Learner] = {}
         self._shapes: dict[str, ModelShape] | None = None
@@ -162,6 +167,32 @@ class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
                 self._moved_from = self.version
             self.holds_version = self._moved_from != self.version
             self.free_cache()
+
+    def accumulate(
+        self, batch: Batch, objective: Objective, *, gradient: bool = True
+    ) -> tuple[Metrics, dict[str, list[AnyArray]]]:
+        torch.set_num_threads(self._models.threads)
+        objective, step = cast(TrainableObjective, objective), self.version - self._first_version
+        return self._learner("policy").accumulate(batch, objective, step=step, gradient=gradient)
+
+    def step(self, settings: StepSettings) -> Metrics:
+        torch.set_num_threads(self._models.threads)
+        learner = self._learner("policy")
+        self.holds_version = False
+        try:
+            metrics = learner.take_step(settings, f"the policy in step {self.version + 1}")
+        except TriviumError:
+            self.holds_version = True
+            raise
+        self.version, self.holds_version = self.version + 1, True
+        return metrics
+
+    def save_adapter(self, directory: Path) -> None:
+        save_adapter(self._policy.module, directory)
+
+    def top(self, batch: Batch, k: int) -> list[AnyArray]:
+        torch.set_num_threads(self._models.threads)
+        return self._learner("policy").score(batch, "top", k)
 
     def free_cache(self) -> None:
         """Returns the memory that this process has cached to its GPU, if a rollout engine wakes there
@@ -288,20 +319,21 @@ class TorchTrainEngine(DescribedTorchTrainEngine, TrainEngine):
     def snapshot(self, *, copy: bool) -> Snapshot:
         """What `save` writes. Without `copy`, it reads the state when it writes."""
         files: list[TensorFile] = []
+        adapted = self.config.lora is not None and "policy" in self._learners
+        merges = self.settings.saves_merged or not adapted
         for role, learner in self._learners.items():
-            if role == "policy" or learner.optimizer is not None or learner.role.rate:
+            if merges if role == "policy" else learner.optimizer is not None or learner.role.rate:
                 files += weight_files(learner.model, f"{role}/")
             if learner.optimizer is not None:
                 files.append(TensorFile(f"{role}-optimizer", learner.optimizer.state()))
         if "policy" in self._learners and isinstance(self._policy, ActorCritic):
             files.append(TensorFile(f"critic/{VALUE_HEAD}", self._policy.value_head.state_dict()))
-        adapted = self.config.lora is not None and "policy" in self._learners
         if adapted:
             files.append(TensorFile(f"{_ADAPTER}/{ADAPTER_STEM}", adapter_parameters(self._policy.module), single=True))
         version = self.version
 
         def finish(directory: Path) -> None:
-            if "policy" in self._learners:
+            if "policy" in self._learners and merges:
                 copy_companions(self._models.model_dir, directory / "policy")
             if adapted:
                 describe_adapter(self._policy.module, directory / _ADAPTER)

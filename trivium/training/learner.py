@@ -24,7 +24,7 @@ from trivium.models.cpu.worker_threads import one_thread
 from trivium.models.heads.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.heads.trained_models import ActorCritic, LanguageModel, ValueModel
 from trivium.models.weights.lora import has_adapter
-from trivium.protocols import Objective
+from trivium.protocols import Objective, StepSettings
 from trivium.training.batching import MicroBatch, count, stretched, units
 from trivium.training.distributed.fsdp import reshard, shard_like
 from trivium.training.distributed.ranks import ALONE, Ranks
@@ -100,22 +100,24 @@ class Learner:
         self.work = np.zeros((2, 4), np.int64)
         """The work that the last score or update computed, and the work of all sequences of its batch (`work_done`)."""
 
-    def score(self, batch: Batch, what: str) -> list[AnyArray]:
+    def score(self, batch: Batch, what: str, top_k: int | None = None) -> list[AnyArray]:
         """A score of a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`,
         `candidates`) or a value model (`values`), or both of a policy with a value head.
 
         Leading axis L, 0 outside the mask. `top` is (L, K, 2): the top-k token ids, and their log-probability.
-        `candidates` is the same for the ids in the column `student_top`.
+        `candidates` is the same for the ids in the column `student_top`. `top_k` replaces that of the role.
         Raises DataError for a sequence that is longer than the model's context.
         """
+
+        k = self.role.top_k if top_k is None else top_k
 
         def compute(part: Part) -> tuple[Part, AnyArray]:
             with torch.no_grad():  # thread-local in torch
                 micro = self.passes.collate(batch, part, ("student_top",) if what == "candidates" else ())
-                return part, micro.grid(token_scores(self.model, micro, what, self.role.top_k)).cpu().numpy()
+                return part, micro.grid(token_scores(self.model, micro, what, k)).cpu().numpy()
 
         self._check(batch)
-        trailing = (self.role.top_k, 2) if what in ("top", "candidates") else ()
+        trailing = (k, 2) if what in ("top", "candidates") else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
         with torch.no_grad(), self.role.score_context():
             for part, grid in self.passes.map(compute, parts := self._parts(batch, "sequence")):
@@ -153,9 +155,7 @@ class Learner:
         tally = self._backward(mini)
         self.seen = tally.tokens(batch) if self.keeps_tokens else {}
         rate = optimizer.lr if lr is None else lr
-        with nullcontext() if self.passes.workers is None else one_thread():
-            norm = optimizer.step(lr, max_grad_norm, who, partial(_not_finite, batch, tally))
-        optimizer.zero_grad()
+        norm = self._step(lr, max_grad_norm, who, partial(_not_finite, batch, tally))
         if self._is_untried:
             self._try_longest(mini)
         return {
@@ -164,6 +164,39 @@ class Learner:
             f"train/lr/{self.name}": rate,
             **tokens,
         }
+
+    def accumulate(
+        self, batch: Batch, objective: TrainableObjective, *, step: int, gradient: bool
+    ) -> tuple[Metrics, dict[str, list[AnyArray]]]:
+        """Returns the metrics of the loss over a batch, and its per-token columns. With `gradient`, adds the gradient
+        to the accumulated one; an error drops both."""
+        self._check(batch)
+        mini = MiniBatch(batch, objective, count(batch, self.max_response_length), step)
+        self.keeps_tokens = True
+        try:
+            tally = self._backward(mini, add=True) if gradient else self._forward(mini)
+        except BaseException:
+            self._trained().zero_grad()
+            raise
+        return objective.derived(tally.metrics(self.name, mini.totals, self.ranks)), tally.tokens(batch)
+
+    def take_step(self, settings: StepSettings, who: str) -> Metrics:
+        """One optimizer step on the accumulated gradient, which it drops."""
+        optimizer = self._trained()
+        optimizer.configure(betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        try:
+            norm = self._step(settings.lr, settings.max_grad_norm, who)
+        finally:
+            optimizer.zero_grad()
+        return {f"train/grad_norm/{self.name}": norm, f"train/lr/{self.name}": settings.lr}
+
+    def _step(self, lr: float | None, max_grad_norm: float, who: str, origin: Callable[[], str] | None = None) -> float:
+        """Takes a step on the accumulated gradient, which it drops, and returns the norm."""
+        optimizer = self._trained()
+        with nullcontext() if self.passes.workers is None else one_thread():
+            norm = optimizer.step(lr, max_grad_norm, who, origin)
+        optimizer.zero_grad()
+        return norm
 
     def follow(self, policy: Learner) -> None:
         """Moves the weights towards those of the policy, by the role's rate."""
@@ -189,13 +222,21 @@ class Learner:
             norm = {f"train/grad_norm/{self.name}": self.optimizer.norm()}
             self.optimizer.zero_grad()
             return {**objective.derived(tally.metrics(self.name, mini.totals, self.ranks)), **norm}
-        tally = Tally()
-        compute = torch.no_grad()(partial(self._loss, mini))
+        return objective.derived(self._forward(mini).metrics(self.name, mini.totals, self.ranks))
+
+    def _forward(self, mini: MiniBatch) -> Tally:
+        """Computes the loss over the whole batch without gradient."""
+        tally = Tally(self.keeps_tokens)
+
+        @torch.no_grad()
+        def compute(part: Part) -> tuple[Part, LossOutputs, torch.Tensor | None]:
+            return part, *self._loss(mini, part)
+
         with torch.no_grad():
-            for outputs, entropy in self.passes.map(compute, self._parts(batch, objective.unit)):
-                tally.add(outputs, entropy)
+            for part, outputs, entropy in self.passes.map(compute, self._parts(mini.batch, mini.objective.unit)):
+                tally.add(outputs, entropy, part.rows)
         reshard(self.model)
-        return objective.derived(tally.metrics(self.name, mini.totals, self.ranks))
+        return tally
 
     def _trained(self) -> Optimizer:
         assert self.optimizer is not None, f"{self.name} is frozen"
@@ -221,8 +262,8 @@ class Learner:
         with self._loss_lock:  # a user's loss may keep a reference to the graph
             return mini.objective.loss(inputs, mini.totals), entropy
 
-    def _backward(self, mini: MiniBatch, *, share_prefixes: bool = True) -> Tally:
-        """Clears the gradient of the parameters and computes that of the loss over the whole batch."""
+    def _backward(self, mini: MiniBatch, *, share_prefixes: bool = True, add: bool = False) -> Tally:
+        """Computes the gradient of the loss over the whole batch. `add`: adds it to that of the parameters."""
         optimizer, tally = self._trained(), Tally(self.keeps_tokens)
 
         def compute(part: Part) -> tuple[Part, LossOutputs, torch.Tensor | None, Sequence[torch.Tensor | None]]:
@@ -234,7 +275,8 @@ class Learner:
             parameters = [*optimizer.parameters.values()]
             return part, outputs, entropy, torch.autograd.grad(outputs.loss, parameters, allow_unused=True)
 
-        optimizer.zero_grad()
+        if not add:
+            optimizer.zero_grad()
         parts = self._parts(mini.batch, mini.objective.unit, share_prefixes=share_prefixes)
         for part, outputs, entropy, gradients in self.passes.map(compute, parts):
             progress(total=len(parts))

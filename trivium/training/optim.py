@@ -112,6 +112,11 @@ class Optimizer:
             self._scheduler.step()
         return float(norm)
 
+    def configure(self, *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        """Sets what the next steps of an AdamW take beside the learning rate."""
+        for group, decay in zip(self._optimizer.param_groups, (weight_decay, 0.0), strict=True):
+            group.update(betas=betas, eps=eps, weight_decay=decay)
+
     def add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds to the accumulated gradient: a tensor or None for each of `parameters`."""
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):

@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from trivium.foundation.errors import ConfigError, TriviumError
+from trivium.models.backbone.load import sharing
 from trivium.models.backbone.shape import read_shape
 from trivium.models.heads.trained_models import (
     ActorCritic,
@@ -37,6 +38,9 @@ from trivium.training.optim import Optimizer
 from trivium.training.passes import MicroBatching
 from trivium.training.section import OptimizerConfig, TorchTrainConfig
 from trivium.types import Teacher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SCORED_BY = {
     "old": ("policy", "log_prob"),
@@ -92,6 +96,8 @@ class RoleModels:
     device: torch.device
     roles: Collection[str] | None = None
     """The roles of this process; None: all that the algorithm needs."""
+    base: PreTrainedModel | None = None
+    """The model in `model_dir`, whose weights the policy shares under its adapter; None: the policy loads its own."""
 
     def open(self, algorithm: Algorithm, sources: ModelSources) -> dict[str, Learner]:
         """Loads the models of the roles that the algorithm needs. With LoRA, the policy is the initial model plus the
@@ -192,7 +198,7 @@ class RoleModels:
             options["quantized"] = ""
             if trained:
                 options["weights"] = None
-        source = sources.policy if lora is None else self.model_dir
+        source = sources.policy if lora is None else self.model_dir if self.base is None else sharing(self.base)
         if shares_trunk(algorithm):
             model = ActorCritic(source, seed=self.seed, head=saved_head(sources.critic), **options)
         else:

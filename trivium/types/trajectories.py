@@ -166,6 +166,12 @@ class Sampling:
     """Strings that end a turn. The turn includes the token that completes the string."""
     extra: tuple[str, ...] = ()
     """Further data to record for each completion: names in `EXTRAS`."""
+    stop_tokens: tuple[int, ...] | None = None
+    """Tokens that end a turn; None: the model's ends of turn."""
+
+    def ends(self, eos: frozenset[int]) -> frozenset[int]:
+        """The tokens that end a turn of a model whose ends of turn are `eos`."""
+        return eos if self.stop_tokens is None else frozenset(self.stop_tokens)
 
 
 @dataclass(frozen=True, slots=True)

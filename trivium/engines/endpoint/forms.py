@@ -29,7 +29,7 @@ def tokens_body(model: str, request: Request, eos: frozenset[int], seed: int | N
         "model": model,
         "prompt": request.prompt_tokens.tolist(),
         **_sampling(request.sampling, seed),
-        "stop_token_ids": sorted(eos),
+        "stop_token_ids": sorted(request.sampling.ends(eos)),
         "include_stop_str_in_output": True,
         "logprobs": 0,
         "return_token_ids": True,
@@ -77,7 +77,9 @@ def read_tokens(
     if not 1 <= len(tokens) <= limit:
         raise client.malformed(url, f"{len(tokens)} tokens, where 1 to {limit} are wanted", "see why the service ends")
     log_prob = np.minimum(np.array(numbers, np.float32), 0) * np.float32(request.sampling.temperature > 0)
-    reason = _stop_reason(client, url, choice, ends=tokens[-1] in eos or not request.sampling.stop)
+    reason = _stop_reason(
+        client, url, choice, ends=tokens[-1] in request.sampling.ends(eos) or not request.sampling.stop
+    )
     return Completion(np.array(tokens, np.int32), log_prob, np.full(len(tokens), version, np.int32), reason)
 
 

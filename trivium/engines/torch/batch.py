@@ -250,7 +250,7 @@ class Batch:
         self._rows.assign(
             row,
             sampling,
-            scanned=bool(sampling.stop),
+            scanned=bool(sampling.stop) or sampling.stop_tokens is not None,
             keeps=ticket.asks("kept"),
             streams=ticket.on_tokens is not None,
             position=len(ticket.request.prompt_tokens),  # where its first sampled token will be written
@@ -319,19 +319,23 @@ class Batch:
     def _finished(self, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.int64]) -> list[tuple[Ticket, Any]]:
         eos, full = self._is_eos[sampled], self._rows.count[rows] >= self._rows.limit[rows]
         stopped = np.zeros(len(rows), np.bool_)
-        for i in np.flatnonzero(self._rows.scanned[rows] & ~eos).tolist():
-            stopped[i] = self._hit(int(rows[i]))
+        for i in np.flatnonzero(self._rows.scanned[rows]).tolist():
+            eos[i], stopped[i] = self._ends(int(rows[i]), int(sampled[i]), bool(eos[i]))
         done = []
         for i in np.flatnonzero(eos | full | stopped).tolist():
             reason = StopReason.EOS if eos[i] else StopReason.STOP if stopped[i] else StopReason.LENGTH
             done.append(self._finish(int(rows[i]), reason))
         return done
 
-    def _hit(self, row: int) -> bool:
+    def _ends(self, row: int, token: int, eos: bool) -> tuple[bool, bool]:
+        """Whether the row's last token ends its turn, and else whether it completes a stop string."""
         ticket = self.tickets[row]
         assert ticket is not None
-        assert ticket.scan is not None
-        return ticket.scan.hit(self._rows.tokens[row, : self._rows.count[row]].tolist())
+        stop_tokens = ticket.request.sampling.stop_tokens
+        if eos if stop_tokens is None else token in stop_tokens:
+            return True, False
+        tokens = self._rows.tokens[row, : self._rows.count[row]]
+        return False, ticket.scan is not None and ticket.scan.hit(tokens.tolist())
 
     def _finish(self, row: int, reason: StopReason) -> tuple[Ticket, Completion]:
         ticket, count = self.tickets[row], int(self._rows.count[row])

@@ -207,12 +207,13 @@ class VllmEngine(DescribedVllmEngine):
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         sampling, number = request.sampling, str(next(self._numbers))
+        ends = sampling.ends(self._eos)
         scan = StopScan(sampling.stop, self._decode) if sampling.stop else None
         reads = (self._prompt, request, self.version)
         prompt = await asyncio.to_thread(*reads) if request.media else self._prompt(request, self.version)
         listed = listed_tokens(sampling, self._vocab_size)
         is_partial = scan is not None or report is not None
-        params = sampling_params(request, limit, self._eos, seeded=self.config.seeds, listed=listed, partial=is_partial)
+        params = sampling_params(request, limit, ends, seeded=self.config.seeds, listed=listed, partial=is_partial)
         directory = self._loaded.adapter
         adapter = None if directory is None else LoRARequest("policy", 1, str(directory))
         greedy = sampling.temperature == 0
@@ -221,7 +222,7 @@ class VllmEngine(DescribedVllmEngine):
             output = result.outputs[0]
             while scan is not None and not stopped and scanned < len(output.token_ids):
                 scanned += 1
-                ended = output.token_ids[scanned - 1] in self._eos
+                ended = output.token_ids[scanned - 1] in ends
                 stopped = not ended and scan.hit(output.token_ids[:scanned])
             if report is not None:
                 start, stop = len(report.tokens), scanned if stopped else None
@@ -232,7 +233,7 @@ class VllmEngine(DescribedVllmEngine):
         if output is None:
             return empty_completion()
         ended = scanned if stopped else None
-        done = read_output(output, self.version, ended, self._eos, greedy=greedy, listed=listed)
+        done = read_output(output, self.version, ended, ends, greedy=greedy, listed=listed)
         extra, length = dict[str, AnyArray](), len(done.tokens)
         if "routing" in sampling.extra:
             extra["routing"] = routed(output.routed_experts, request, length)

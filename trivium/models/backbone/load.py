@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,11 @@ def load_lm(
             "its attention cannot be replaced (it has a fixed list)",
             "use another model, or another engine",
         ) from error
+
+
+def sharing(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model that holds the same tensors: its layers may be replaced without changing the model."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def calls_attention(module: PreTrainedModel) -> bool:

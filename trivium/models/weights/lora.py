@@ -236,6 +236,17 @@ def pushed_adapter(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{_PREFIX}{name}{_BASE}", torch.tensor(layer.trivium_base)
 
 
+def base_adapter(base: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """An adapter for the same engine that changes nothing: it sets the weights to those of the base model."""
+    wanted = linear_layers(base, base)
+    name, layer = next((n, m) for n, m in base.named_modules() if type(m) in _LINEAR and n.rpartition(".")[2] in wanted)
+    out, wide = layer.weight.shape[::-1] if isinstance(layer, Conv1D) else layer.weight.shape
+    parts = torch.zeros(1, wide), torch.zeros(out, 1), torch.tensor(1.0, dtype=torch.float64)
+    for what, tensor in zip((_DOWN, _UP, _SCALE), parts, strict=True):
+        yield f"{_PREFIX}{name}{what}", tensor
+    yield f"{_PREFIX}{name}{_BASE}", torch.tensor(fingerprint(layer.weight))
+
+
 def is_adapter(weights: Iterable[tuple[str, Any]]) -> bool:
     """Whether weights come from `pushed_adapter`."""
     names = [name for name, _ in weights]

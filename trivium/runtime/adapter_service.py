@@ -1,0 +1,95 @@
+"""`run.mode: tinker`: the verbs of the Tinker SDK over a train engine for each adapter and one rollout engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trivium.config import RunConfig, build
+from trivium.foundation.atomic import atomic_write
+from trivium.foundation.errors import ConfigError, MissingPackage
+from trivium.foundation.phases import announce
+from trivium.models.weights.section import LoraConfig
+from trivium.protocols import SteppedEngine
+from trivium.runtime.build import algorithm_of, build_engine
+from trivium.runtime.main_loop import run_in_loop
+from trivium.runtime.stage import Stage
+from trivium.runtime.train_engines import build_rank_engine
+from trivium.serving.serve import read_key
+
+if TYPE_CHECKING:
+    from trivium.serving.tinker.lora_models import Adapters
+
+
+def serve_tinker(config: RunConfig, run_dir: Path) -> None:
+    """Serves until the process is ended. Raises MissingPackage without the `serve` extra."""
+    try:
+        import fastapi  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise MissingPackage("fastapi", "serve", "serve the Tinker SDK (run.mode: tinker)") from error
+    model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+    stage = Stage(_at_temperature_one(config), 0, 0, True, run_dir, model_dir)
+    run_in_loop(_serve(stage), config.sync.deadline_s)
+
+
+def _at_temperature_one(config: RunConfig) -> RunConfig:
+    """The SDK's log-probabilities are those of the model itself."""
+    sampling = config.engine.sampling.model_copy(update={"temperature": 1.0})
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"sampling": sampling})})
+
+
+async def _serve(stage: Stage) -> None:
+    from trivium.serving.connections import serve_app
+    from trivium.serving.tinker.routes import TinkerServer
+    from trivium.serving.tinker.sampler import Sampler
+    from trivium.serving.tinker.saved_states import SavedStates
+    from trivium.serving.tinker.service import TinkerOptions, TinkerService
+
+    section, model_dir, seed = stage.config.serve, stage.model_dir, stage.config.run.seed
+    adapters = await asyncio.to_thread(_adapters, stage)
+    engine = await asyncio.to_thread(build_engine, stage)
+    path = str(getattr(stage.config.model, "path", model_dir))
+    names = tuple(dict.fromkeys((section.model, *section.names, path, str(model_dir))))
+    options = TinkerOptions(names, model_dir, engine.max_context, section.max_models, idle_s=section.idle_s)
+    service = TinkerService(options, adapters, Sampler(engine, adapters, seed), SavedStates(stage.run_dir / "tinker"))
+    app = TinkerServer(service, read_key(section.key_variable), section.max_body_bytes).app
+    file = stage.run_dir / "serve.json"
+    try:
+        async with serve_app(app, section.host, section.port, section.max_connections) as url:
+            atomic_write(file, json.dumps({"url": url, "pid": os.getpid(), "model": section.model}) + "\n")
+            announce(f"serving the Tinker SDK: export TINKER_BASE_URL={url}")
+            await asyncio.Event().wait()
+    finally:
+        file.unlink(missing_ok=True)
+        await service.close()
+
+
+def _adapters(stage: Stage) -> Adapters:
+    """Loads the base weights that all adapters share."""
+    import torch
+
+    from trivium.models.backbone.load import load_lm
+    from trivium.models.placement import device_of
+    from trivium.serving.tinker.lora_models import Adapters
+
+    config, algorithm = stage.config, algorithm_of(stage.config)
+    train: Any = config.train.on_this_machine()  # pyright: ignore[reportAttributeAccessIssue]
+    dtype = torch.float64 if train.dtype == "float64" else getattr(torch, train.frozen_dtype)
+    base = load_lm(stage.model_dir, dtype=dtype, device=device_of(train.device), attention=None)
+
+    def make(section: LoraConfig, seed: int) -> SteppedEngine:
+        train = config.train.model_copy(update={"lora": section})
+        run = config.run.model_copy(update={"seed": seed})
+        own = replace(stage, config=config.model_copy(update={"train": train, "run": run}))
+        engine = build_rank_engine(own, algorithm, None, base=base)
+        engine.settings = replace(engine.settings, saves_merged=False)
+        if not isinstance(engine, SteppedEngine):
+            found, do = f"train.kind {config.train.kind!r} takes whole updates", "use train.kind torch"
+            raise ConfigError("run.mode: tinker, whose clients take the steps", found, do)
+        return engine
+
+    return Adapters(base, make)

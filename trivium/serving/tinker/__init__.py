@@ -1,0 +1,1 @@
+"""Four verbs (`run.mode: tinker`): scripts written for the Tinker SDK train and sample on this machine."""

@@ -1,0 +1,183 @@
+"""The results of requests, which clients fetch later, and the order in which a model works on its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+from trivium.foundation.concurrency import Turns
+from trivium.foundation.errors import DataError, RolloutError, TriviumError, text_of
+from trivium.serving.bodies import RequestError, bad_request
+
+_log = logging.getLogger("trivium")
+_POLL_S = 25.0
+"""Longest time that a poll waits for a result; the SDK waits 45 s."""
+_GAP_S = 60.0
+"""Longest wait for a request whose number comes before that of one that has arrived."""
+Work = Callable[[], Awaitable["Mapping[str, Any] | bytes"]]
+
+
+class PendingResult:
+    """The result of a request: JSON values, a protobuf message as bytes, or an error."""
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self.outcome: asyncio.Future[Mapping[str, Any] | bytes] = asyncio.get_running_loop().create_future()
+        self.task: asyncio.Task[None] | None = None
+        self.fetched = False
+
+    async def run(self, work: Work) -> None:
+        """Works, unless the request has ended already."""
+        try:
+            result = b"" if self.outcome.done() else await work()
+            if not self.outcome.done():
+                self.outcome.set_result(result)
+        except Exception as error:
+            if not self.outcome.done():
+                self.outcome.set_exception(error)
+            self.outcome.exception()  # else asyncio logs an error that no client fetches
+        except asyncio.CancelledError:
+            self.fail(bad_request("", "the result", "the request was cancelled", "send it again"))
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request with an error, unless it has ended."""
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+            self.outcome.exception()
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome.exception() is not None
+
+    @property
+    def is_message(self) -> bool:
+        return not self.failed and isinstance(self.outcome.result(), bytes)
+
+    def body(self) -> bytes:
+        """The result as the SDK reads it; an error is one that it raises. Logs those of the service itself."""
+        error = self.outcome.exception()
+        if error is None:
+            result = self.outcome.result()
+            return result if isinstance(result, bytes) else json.dumps(result).encode()
+        if not isinstance(error, TriviumError) and not self.fetched:
+            _log.error("a request of a Tinker client failed", exc_info=error)
+        of_user = isinstance(error, DataError | RolloutError | RequestError)
+        text = str(error) if isinstance(error, TriviumError) else f"{type(error).__name__}: {text_of(error)}"
+        return json.dumps({"error": text, "category": "user" if of_user else "server"}).encode()
+
+
+class Futures:
+    """The pending and finished requests of the service."""
+
+    def __init__(self, max_pending: int) -> None:
+        self._max_pending = max_pending
+        self._all: dict[str, PendingResult] = {}
+        self._known: dict[tuple[str, int], PendingResult] = {}
+        """By (session or model, number): the SDK repeats a request whose response it has not received."""
+
+    def known(self, owner: str, number: int | None) -> PendingResult | None:
+        """The future of a request that arrived before."""
+        return None if number is None else self._known.get((owner, number))
+
+    def add(self, owner: str, number: int | None, work: Work | None = None) -> PendingResult:
+        """A new future, with `work` of one that starts at once. Raises RequestError (429) if too many results are
+        pending or not fetched."""
+        held = [each for each in self._all.values() if not each.fetched]
+        if len(held) >= self._max_pending:
+            found = f"{len(held)} others are pending, or no one has fetched their results"
+            do = "fetch results, or send fewer requests at once"
+            raise RequestError(429, "one more request", found, do, code="too_many_requests", retry_after_s=1)
+        future = PendingResult()
+        self._all[future.id] = future
+        if number is not None:
+            self._known[owner, number] = future
+        if work is not None:
+            future.task = asyncio.create_task(future.run(work))
+        for old in [each for each in self._all.values() if each.fetched][: -self._max_pending]:
+            self.forget(old)  # a response may be lost, so the last ones stay
+        return future
+
+    def forget(self, future: PendingResult) -> None:
+        """Drops a result that no one will ask for again."""
+        self._all.pop(future.id, None)
+        self._known = {key: each for key, each in self._known.items() if each is not future}
+
+    def find(self, id: str) -> PendingResult | None:
+        return self._all.get(id)
+
+    async def fetch(self, id: str) -> PendingResult:
+        """The finished request. Raises RequestError: 408 if it is still pending, 410 if it is unknown."""
+        future = self._all.get(id)
+        if future is None:
+            found = "the service was started again since, or the result was fetched long ago"
+            do = "send the request again; after a restart, create the model from its last saved state"
+            raise RequestError(410, f"the result of request {id[:64]}", found, do, code="unknown_request")
+        await asyncio.wait({future.outcome}, timeout=_POLL_S)
+        if not future.outcome.done():
+            raise RequestError(408, "the result", "the request is still pending", "ask again")
+        return future
+
+    async def close(self) -> None:
+        """Ends everything that is pending."""
+        tasks = [each.task for each in self._all.values() if each.task is not None and not each.task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class OrderedWork:
+    """The requests of one model, which are done one after the other, in the order of their numbers, whatever the order
+    in which they arrive. The models take turns."""
+
+    def __init__(self, turns: Turns, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        """`turns` admits one model at a time; `spawn` starts a coroutine in the background."""
+        self._turns, self._spawn = turns, spawn
+        self._waiting: dict[int, tuple[PendingResult, Work] | None] = {}
+        """By number; None for a request that was refused."""
+        self._next = 1
+        self._arrived = asyncio.Event()
+        self._running = False
+
+    def put(self, number: int | None, work: tuple[PendingResult, Work] | None) -> None:
+        """Queues a request; None for one that was refused, for which later ones do not wait. Raises RequestError for a
+        number whose turn has passed."""
+        number = max([self._next - 1, *self._waiting]) + 1 if number is None else number
+        if number < self._next or number in self._waiting:
+            found = f"it has arrived, or those up to {self._next - 1} are done or given up"
+            raise bad_request("seq_id", f"the request with number {number}", found, "use a new number")
+        self._waiting[number] = work
+        self._arrived.set()
+        if not self._running:
+            self._running = True
+            self._spawn(self._run())
+
+    def fail(self, found: str) -> None:
+        """Ends all queued requests with an error."""
+        for future, _ in filter(None, self._waiting.values()):
+            future.fail(DataError("a request of a model", found, "create a client from a saved state"))
+        self._waiting.clear()
+
+    async def _run(self) -> None:
+        while self._waiting:
+            self._arrived.clear()
+            if self._next in self._waiting:
+                entry = self._waiting.pop(self._next)
+                if entry is not None:
+                    async with self._turns:
+                        await entry[0].run(entry[1])
+                self._next += 1
+                continue
+            try:
+                async with asyncio.timeout(_GAP_S):
+                    await self._arrived.wait()
+            except TimeoutError:
+                missing, self._next = self._next, min(self._waiting)
+                if (entry := self._waiting[self._next]) is not None:
+                    found = f"request {missing} of this model did not arrive, and this one must follow it"
+                    do = "send both again; the gradient since the last step may lack data"
+                    entry[0].fail(DataError(f"request {self._next} of the model", found, do))
+        self._running = False

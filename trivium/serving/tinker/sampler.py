@@ -1,0 +1,172 @@
+"""Samples with the weights of any saved state: one engine, which adopts them in turn.
+
+Requests for the weights that the engine holds are sampled together. Once requests for other weights wait, those that
+arrive later wait as well; the engine adopts the next weights when the completions in progress have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from trivium.foundation.concurrency import Turns, gather_or_cancel
+from trivium.foundation.randomness import SampleKey
+from trivium.protocols import RolloutEngine, SteppedEngine
+from trivium.serving.tinker.futures import PendingResult
+from trivium.serving.tinker.lora_models import Adapters, top_tokens
+from trivium.serving.tinker.verbs import SampleForm
+from trivium.serving.tinker.wire import floats, write_message, write_top
+from trivium.types import SERVED, Completion, IntArray, Request, StopReason
+
+
+@dataclass(eq=False)
+class SamplingSession:
+    """The weights that a sampling client samples from, and its results."""
+
+    id: str
+    session_id: str
+    base_model: str
+    address: tuple[int | str, ...]
+    """Addresses the random numbers of its requests."""
+    weights: Path | None = None
+    model_path: str | None = None
+    clones: int = 0
+    finished: dict[int, list[PendingResult]] = field(default_factory=dict[int, list[PendingResult]])
+    """By clone, in order."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def completions(self, clone: int, cursor: int, timeout_s: float) -> dict[str, object]:
+        """The requests of a clone that have finished after the cursor; waits for one."""
+        done = self.finished.setdefault(clone, [])
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(done) <= cursor:
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            pass
+        rows = [{"request_id": each.id, "state": "failed" if each.failed else "finished"} for each in done[cursor:]]
+        return {"completions": rows, "cursor": len(done)}
+
+
+class Sampler:
+    """The rollout engine of the service."""
+
+    def __init__(self, engine: RolloutEngine, adapters: Adapters, seed: int) -> None:
+        self.engine, self._adapters, self._seed = engine, adapters, seed
+        self._held: Path | None = None
+        self._version = self._running = 0
+        self._waiting: dict[Path | None, list[asyncio.Future[None]]] = {}
+        self._adopting: asyncio.Task[None] | None = None
+        self._scoring: tuple[Path | None, SteppedEngine] | None = None
+        """The last weights whose most probable tokens were asked for, and their engine."""
+
+    async def sample(
+        self, weights: Path | None, form: SampleForm, address: tuple[int | str, ...], turns: Turns
+    ) -> bytes:
+        """The `SampleResponse` of a request for the weights in a directory (None: the base model). Its random numbers
+        are a function of the seed of the run and this address, or of its own seed. `turns` admits what computes with
+        train engines."""
+        seed, prompt = form.sampling_params.seed, form.tokens
+        path = address if seed is None else ("seed", seed)
+        sampling = form.sampling(self.engine.max_context - len(prompt))
+        keys = (SampleKey(self._seed, "tinker", SERVED, "", index=n, path=path) for n in range(form.num_samples))
+        async with self._holding(weights):
+            requests = (Request(prompt, sampling, key) for key in keys)
+            completions = await gather_or_cancel(self.engine.generate(request) for request in requests)
+        tops: list[bytes | None] = [None] * (1 + len(completions))
+        if form.topk_prompt_logprobs or form.topk_sample_logprobs:
+            async with turns:
+                tops = await asyncio.to_thread(self._tops, weights, form, prompt, completions)
+        log_probs: bytes | None = None
+        if form.prompt_logprobs:
+            of_prompt = completions[0].extra["prompt_log_prob"][: len(prompt)].copy()
+            of_prompt[: _skipped(form, prompt)] = np.nan
+            log_probs = floats(of_prompt)
+        sequences = [(1, _sequence(each, top)) for each, top in zip(completions, tops[1:], strict=True)]
+        return write_message(*sequences, (2, log_probs), (3, tops[0]))
+
+    @asynccontextmanager
+    async def _holding(self, weights: Path | None) -> AsyncGenerator[None]:
+        """The engine holds these weights while the block runs."""
+        if weights != self._held or self._waiting or self._adopting is not None:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(weights, []).append(turn)
+            self._adopt_next()
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # it was counted
+                    self._end()
+                raise
+        else:
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._running -= 1
+        self._adopt_next()
+
+    def _adopt_next(self) -> None:
+        if self._waiting and not self._running and self._adopting is None:
+            self._adopting = asyncio.create_task(self._adopt(next(iter(self._waiting))))
+
+    async def _adopt(self, weights: Path | None) -> None:
+        """Adopts weights, and admits all that wait for them. They raise the error if that fails."""
+        try:
+            if weights != self._held:
+                self._version += 1
+                self._held = None  # unknown, if the load fails
+                await self.engine.load(self._version, await asyncio.to_thread(self._adapters.weights, weights))
+                self._held = weights
+        except Exception as error:
+            for turn in self._waiting.pop(weights):
+                if not turn.done():
+                    turn.set_exception(error)
+        for turn in self._waiting.pop(weights, ()):
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)
+        self._adopting = None
+        self._adopt_next()
+
+    def _tops(
+        self, weights: Path | None, form: SampleForm, prompt: IntArray, completions: Sequence[Completion]
+    ) -> list[bytes | None]:
+        """The most probable tokens of the prompt and of each completion, where they are asked for."""
+        if self._scoring is None or self._scoring[0] != weights:
+            if self._scoring is not None:
+                self._scoring[1].close()
+            self._scoring = weights, self._adapters.scoring(weights)
+        engine, tops = self._scoring[1], list[bytes | None]()
+        of_prompt, of_sample = form.topk_prompt_logprobs, form.topk_sample_logprobs
+        if of_prompt:
+            top = top_tokens(engine, prompt, of_prompt)
+            top[: _skipped(form, prompt)] = top[0]
+            tops.append(write_top(top))
+        else:
+            tops.append(None)
+        for each in completions:
+            whole = np.concatenate([prompt, each.tokens])
+            tops.append(write_top(top_tokens(engine, whole, of_sample)[len(prompt) :]) if of_sample else None)
+        return tops
+
+
+def _skipped(form: SampleForm, prompt: IntArray) -> int:
+    """How many tokens of the prompt get no log-probability."""
+    last = form.prompt_logprobs_last_n
+    return 1 if last is None else len(prompt) - last
+
+
+def _sequence(completion: Completion, top: bytes | None) -> bytes:
+    is_cut = completion.stop_reason in (StopReason.LENGTH, StopReason.ABORT)
+    tokens = completion.tokens.astype("<i4").tobytes()
+    return write_message((1, int(is_cut)), (2, tokens), (3, floats(completion.log_prob)), (4, top))

@@ -1,0 +1,320 @@
+"""The verbs of the Tinker SDK over the train engines of adapters and one rollout engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trivium.foundation.concurrency import Turns
+from trivium.foundation.errors import DataError
+from trivium.protocols import SteppedEngine, StepSettings
+from trivium.serving.bodies import RequestError, bad_request
+from trivium.serving.tinker.futures import Futures, OrderedWork, PendingResult
+from trivium.serving.tinker.lora_models import Adapters, adapter_in, compute_loss, save_state
+from trivium.serving.tinker.sampler import Sampler, SamplingSession
+from trivium.serving.tinker.saved_states import SavedState, SavedStates
+from trivium.serving.tinker.verbs import LossRequest, ModelForm, SampleForm, SaveForm
+from trivium.serving.tinker.wire import write_loss_output
+from trivium.types import Metrics
+
+_SNAPSHOTS = 16
+"""How many unnamed sampler weights of a model are kept, the newest ones."""
+Make = Callable[[], SteppedEngine]
+
+
+@dataclass(frozen=True)
+class TinkerOptions:
+    """The base model and the limits of the service."""
+
+    names: tuple[str, ...]
+    """The names of the base model."""
+    model_dir: Path
+    max_context: int
+    max_models: int = 8
+    max_pending: int = 4096
+    idle_s: float = 3600.0
+    """Seconds without a heartbeat after which a session is dropped with its models."""
+
+
+@dataclass(eq=False)
+class Session:
+    """A client."""
+
+    id: str
+    alive: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False)
+class Model:
+    """A model of a session."""
+
+    id: str
+    session_id: str
+    number: int
+    info: Mapping[str, Any]
+    work: OrderedWork
+    engine: SteppedEngine | None = None
+    snapshots: int = 0
+
+
+class TinkerService:
+    """Sessions, models and samplers. Its methods run on one event loop."""
+
+    def __init__(
+        self,
+        options: TinkerOptions,
+        adapters: Adapters,
+        sampler: Sampler,
+        states: SavedStates,
+        record: Callable[[str, Metrics], object] = lambda *_: None,
+    ) -> None:
+        """`record` takes the metrics of each step, with the id of the model."""
+        self.options, self.adapters, self.sampler, self.states = options, adapters, sampler, states
+        self._record, self._turns = record, Turns(1)
+        self.futures = Futures(options.max_pending)
+        self._sessions: dict[str, Session] = {}
+        self._models: dict[str, Model] = {}
+        self._samplers: dict[str, SamplingSession] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ----------------------------------------------------------------------- sessions
+
+    def create_session(self) -> Session:
+        limit = time.monotonic() - self.options.idle_s
+        for idle in [each for each in self._sessions.values() if each.alive < limit]:
+            self.finish(idle)
+        session = Session(uuid.uuid4().hex)
+        self._sessions[session.id] = session
+        return session
+
+    def session(self, id: str) -> Session:
+        """The session, which is alive. Raises RequestError (410) for one that is finished or unknown."""
+        if (session := self._sessions.get(id)) is None:
+            found = "it is finished, or the service was started again since"
+            raise RequestError(410, f"the session {id[:64]!r}", found, "create a new ServiceClient")
+        session.alive = time.monotonic()
+        return session
+
+    def finish(self, session: Session) -> None:
+        """Drops a session with its models. Saved states stay."""
+        del self._sessions[session.id]
+        for model in [each for each in self._models.values() if each.session_id == session.id]:
+            del self._models[model.id]
+            model.work.fail("its session is finished")
+            self._spawn(self._close(model))
+        for sampler in [each for each in self._samplers.values() if each.session_id == session.id]:
+            del self._samplers[sampler.id]
+
+    async def _close(self, model: Model) -> None:
+        async with self._turns:
+            engine, model.engine = model.engine, None
+            if engine is not None:
+                engine.close()
+
+    # ----------------------------------------------------------------------- models
+
+    def model(self, id: str) -> Model:
+        """A model in memory. Raises RequestError (404) for others: a restart drops what was not saved."""
+        if (model := self._models.get(id)) is None:
+            self.states.model(id)
+            found, do = "it is no longer in memory", "create a client from its last saved state"
+            raise RequestError(404, f"the model {id[:64]}", found, do, code="unloaded_model")
+        self.session(model.session_id)
+        return model
+
+    def create_model(self, form: ModelForm) -> PendingResult:
+        """A new adapter. Its seed is its number if the request has none."""
+        number, lora = form.model_seq_id, form.lora_config
+        make = partial(self.adapters.new, lora, number if lora.seed is None else lora.seed)
+        return self._create(form.session_id, number, form.info, make, {"type": "create_model"})
+
+    def create_from_state(self, session_id: str, number: int, saved: SavedState, *, optimizer: bool) -> PendingResult:
+        """A new model that begins with a saved state."""
+        make = partial(self.adapters.saved, saved.directory, optimizer=optimizer)
+        answer = {"type": "load_weights", "path": saved.path}
+        return self._create(session_id, number, self.states.model(saved.model_id), make, answer)
+
+    def _create(self, session_id: str, number: int, info: Any, make: Make, answer: Mapping[str, Any]) -> PendingResult:
+        self.session(session_id)
+        self._check_base(info["base_model"])
+        if (future := self.futures.known(session_id, number)) is not None:
+            return future
+        if len(self._models) >= self.options.max_models:
+            found = f"{len(self._models)} are in memory, and serve.max_models is {self.options.max_models}"
+            do = "close the ServiceClient of one, or raise the key"
+            raise bad_request("model_seq_id", "one more model", found, do, code="too_many_models")
+        # The SDK makes the id of a loaded model itself.
+        model = Model(f"{session_id}:train:{number}", session_id, number, info, OrderedWork(self._turns, self._spawn))
+
+        async def work() -> Mapping[str, Any]:
+            try:
+                self.states.describe(model.id, {**info, "created": time.time()})
+                async with self._turns:
+                    model.engine = await asyncio.to_thread(make)
+            except BaseException:
+                self._models.pop(model.id, None)
+                raise
+            return {**answer, "model_id": model.id}
+
+        future = self.futures.add(session_id, number, work)
+        self._models[model.id] = model
+        return future
+
+    def _check_base(self, name: str) -> str:
+        if name not in self.options.names:
+            found, do = "the service has another one", f"use {self.options.names[0]!r}, or add to serve.names"
+            raise bad_request("base_model", f"the base model {name[:80]!r}", found, do)
+        return name
+
+    # ----------------------------------------------------------------------- training
+
+    def forward_backward(self, model: Model, number: int | None, request: LossRequest) -> PendingResult:
+        """The loss of data, and unless it is only the forward pass, its gradient."""
+
+        def work(engine: SteppedEngine) -> bytes:
+            metrics, log_probs = compute_loss(engine, request)
+            if not request.forward_only:
+                self._record(model.id, {"loss": metrics["loss:sum"], "sequences": float(len(log_probs))})
+            return write_loss_output(metrics, log_probs)
+
+        return self._train(model, number, work)
+
+    def optim_step(self, model: Model, number: int | None, settings: StepSettings) -> PendingResult:
+        """One step on the gradient of the data since the last one."""
+
+        def work(engine: SteppedEngine) -> Mapping[str, Any]:
+            metrics = engine.step(settings)
+            self._record(model.id, metrics)
+            return {"metrics": {"grad_norm:mean": metrics["train/grad_norm/policy"], "step:max": float(engine.version)}}
+
+        return self._train(model, number, work)
+
+    def save(self, model: Model, form: SaveForm, kind: str) -> PendingResult:
+        """Saves a model under a name, or without one as a new sampling session."""
+        number, is_named = form.sampling_session_seq_id, form.path is not None
+        if not is_named and (kind != "sampler_weights" or number is None):
+            raise bad_request("path", "a name, or the number of a sampling session", "neither", "send one")
+        name = form.path or f"snapshot-{model.snapshots + 1:06d}"
+        self.states.place(model.id, kind, name, overwrite=True)  # refuses a bad name at once, a taken one in its turn
+        model.snapshots += not is_named
+
+        def work(engine: SteppedEngine) -> Mapping[str, Any]:
+            saved = self.states.place(model.id, kind, name, overwrite=form.overwrite)
+            write = partial(save_state, engine, optimizer=kind == "weights")
+            self.states.save(saved, write, form.ttl_seconds, form.user_metadata)
+            return {"path": saved.path}
+
+        def after(result: Mapping[str, Any]) -> Mapping[str, Any]:
+            if is_named or number is None:
+                return result
+            unnamed = [each for each in self.states.of(model.id) if each.name.startswith("snapshot-")]
+            for old in unnamed[:-_SNAPSHOTS]:
+                self.states.delete(old)
+            session = self._add_sampler(model.session_id, (model.number, number), result["path"], None)
+            return {"sampling_session_id": session.id}
+
+        return self._train(model, form.seq_id, work, after)
+
+    def load(self, model: Model, number: int | None, saved: SavedState, *, optimizer: bool) -> PendingResult:
+        """Replaces the weights of a model by a saved state."""
+
+        def work(engine: SteppedEngine) -> Mapping[str, Any]:
+            model.engine = self.adapters.saved(saved.directory, optimizer=optimizer)
+            engine.close()
+            return {"path": saved.path, "model_id": model.id, "type": "load_weights"}
+
+        return self._train(model, number, work)
+
+    def _train(
+        self,
+        model: Model,
+        number: int | None,
+        work: Callable[[SteppedEngine], Mapping[str, Any] | bytes],
+        after: Callable[[Any], Mapping[str, Any]] | None = None,
+    ) -> PendingResult:
+        """Works in a thread when the request's turn comes, and then on the event loop."""
+        if (future := self.futures.known(model.id, number)) is not None:
+            return future
+
+        async def in_thread() -> Mapping[str, Any] | bytes:
+            if model.engine is None:
+                raise DataError(f"the model {model.id}", "it was unloaded", "create a client from a saved state")
+            result = await asyncio.to_thread(work, model.engine)
+            return result if after is None else after(result)
+
+        future = self.futures.add(model.id, number)
+        try:
+            model.work.put(number, (future, in_thread))
+        except RequestError:
+            self.futures.forget(future)
+            raise
+        return future
+
+    # ----------------------------------------------------------------------- sampling
+
+    def create_sampler(self, session_id: str, number: int, base: str | None, path: str | None) -> SamplingSession:
+        """A sampling session of the base model, or of saved weights."""
+        self.session(session_id)
+        return self._add_sampler(session_id, ("created", number), path, base)
+
+    def _add_sampler(
+        self, session_id: str, address: tuple[int | str, ...], path: str | None, base: str | None
+    ) -> SamplingSession:
+        weights: Path | None = None
+        if path is not None:
+            saved = self.states.open(path)
+            weights, base = adapter_in(saved.directory), self.states.model(saved.model_id)["base_model"]
+        base = self._check_base(base or "")
+        sampler = SamplingSession(uuid.uuid4().hex, session_id, base, address, weights, path)
+        self._samplers[sampler.id] = sampler
+        return sampler
+
+    def sampling_session(self, id: str) -> SamplingSession:
+        """A sampling session. Raises RequestError (404) for others."""
+        if (sampler := self._samplers.get(id)) is None:
+            found = "it is finished, or the service was started again since"
+            raise RequestError(404, f"the sampling session {id[:64]!r}", found, "create a new SamplingClient")
+        self.session(sampler.session_id)
+        return sampler
+
+    def sample(self, form: SampleForm) -> PendingResult:
+        """Completions of a prompt."""
+        sampler, number = self.sampling_session(form.sampling_session_id), form.seq_id or 0
+        if (future := self.futures.known(sampler.id, form.seq_id)) is not None:
+            return future
+        form.tokens.max()  # refuses an empty prompt at once
+
+        async def work() -> bytes:
+            if sampler.weights is not None and not sampler.weights.is_dir():
+                raise DataError("weights of a sampler", "newer ones have replaced them", "create a new SamplingClient")
+            return await self.sampler.sample(sampler.weights, form, (*sampler.address, number), self._turns)
+
+        future = self.futures.add(sampler.id, form.seq_id, work)
+
+        def finished(_: object) -> None:
+            sampler.finished.setdefault(number // 10**9, []).append(future)
+            sampler.changed.set()
+
+        future.outcome.add_done_callback(finished)
+        return future
+
+    # ----------------------------------------------------------------------- end
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Ends all work. Saved states stay."""
+        for model in self._models.values():
+            model.work.fail("the service ends")
+        await self.futures.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.sampler.engine.close()
