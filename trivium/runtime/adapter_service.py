@@ -23,6 +23,7 @@ from trivium.serving.serve import read_key
 
 if TYPE_CHECKING:
     from trivium.serving.tinker.lora_models import Adapters
+    from trivium.serving.tinker.service import TinkerService
 
 
 def serve_tinker(config: RunConfig, run_dir: Path) -> None:
@@ -45,19 +46,10 @@ def _at_temperature_one(config: RunConfig) -> RunConfig:
 async def _serve(stage: Stage) -> None:
     from trivium.serving.connections import serve_app
     from trivium.serving.tinker.routes import TinkerServer
-    from trivium.serving.tinker.sampler import Sampler
-    from trivium.serving.tinker.saved_states import SavedStates
-    from trivium.serving.tinker.service import TinkerOptions, TinkerService
 
-    section, model_dir, seed = stage.config.serve, stage.model_dir, stage.config.run.seed
-    adapters = await asyncio.to_thread(_adapters, stage)
-    engine = await asyncio.to_thread(build_engine, stage)
-    path = str(getattr(stage.config.model, "path", model_dir))
-    names = tuple(dict.fromkeys((section.model, *section.names, path, str(model_dir))))
-    options = TinkerOptions(names, model_dir, engine.max_context, section.max_models, idle_s=section.idle_s)
-    service = TinkerService(options, adapters, Sampler(engine, adapters, seed), SavedStates(stage.run_dir / "tinker"))
+    section, file = stage.config.serve, stage.run_dir / "serve.json"
+    service = await asyncio.to_thread(open_service, stage)
     app = TinkerServer(service, read_key(section.key_variable), section.max_body_bytes).app
-    file = stage.run_dir / "serve.json"
     try:
         async with serve_app(app, section.host, section.port, section.max_connections) as url:
             atomic_write(file, json.dumps({"url": url, "pid": os.getpid(), "model": section.model}) + "\n")
@@ -66,6 +58,20 @@ async def _serve(stage: Stage) -> None:
     finally:
         file.unlink(missing_ok=True)
         await service.close()
+
+
+def open_service(stage: Stage) -> TinkerService:
+    """Loads the models and opens the saved states of a stage."""
+    from trivium.serving.tinker.sampler import Sampler
+    from trivium.serving.tinker.saved_states import SavedStates
+    from trivium.serving.tinker.service import TinkerOptions, TinkerService
+
+    section, model_dir, seed = stage.config.serve, stage.model_dir, stage.config.run.seed
+    adapters, engine = _adapters(stage), build_engine(stage)
+    path = str(getattr(stage.config.model, "path", model_dir))
+    names = tuple(dict.fromkeys((section.model, *section.names, path, str(model_dir))))
+    options = TinkerOptions(names, model_dir, engine.max_context, section.max_models, idle_s=section.idle_s)
+    return TinkerService(options, adapters, Sampler(engine, adapters, seed), SavedStates(stage.run_dir / "tinker"))
 
 
 def _adapters(stage: Stage) -> Adapters:

@@ -40,8 +40,12 @@ class PendingResult:
             if not self.outcome.done():
                 self.outcome.set_exception(error)
             self.outcome.exception()  # else asyncio logs an error that no client fetches
-        except asyncio.CancelledError:
+
+    def cancel(self) -> None:
+        """Ends the request now, unless it waits in the queue of a model."""
+        if self.task is not None:
             self.fail(bad_request("", "the result", "the request was cancelled", "send it again"))
+            self.task.cancel()
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an error, unless it has ended."""
@@ -123,9 +127,9 @@ class Futures:
 
     async def close(self) -> None:
         """Ends everything that is pending."""
-        tasks = [each.task for each in self._all.values() if each.task is not None and not each.task.done()]
-        for task in tasks:
-            task.cancel()
+        for future in self._all.values():
+            future.cancel()
+        tasks = [each.task for each in self._all.values() if each.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

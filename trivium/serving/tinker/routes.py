@@ -120,8 +120,8 @@ class TinkerServer:
 
     def _cancel(self, form: verbs.ResultOf) -> Answer:
         future = self.service.futures.find(form.request_id)
-        if future is not None and future.task is not None:
-            future.task.cancel()
+        if future is not None:
+            future.cancel()
         return {}
 
     # ----------------------------------------------------------------------- training
