@@ -1,0 +1,252 @@
+"""The Tinker SDK itself against the service, on a tiny model. `make test-tinker` runs it, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from configs import tiny_model
+
+from tests.tinker_sdk.services import KEY, Service, running
+from trivium.config import config_from_mapping
+from trivium.inspection.run import RecordedRun
+from trivium.runtime.launch import run
+
+if importlib.util.find_spec("tinker") is None:
+    pytest.skip("the Tinker SDK is not installed here; `make test-tinker` has it", allow_module_level=True)
+import tinker
+import torch
+from safetensors.numpy import load_file
+from tinker import types
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+TOKENS = [1, 2, 10, 3, 4, 11, 4, 6]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with running(tmp_path_factory.mktemp("tinker") / "run", tiny_model()) as service:
+        yield service
+
+
+def client_of(service: Service) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=service.url, api_key=KEY)
+
+
+def model_of(service: Service, **lora: Any) -> tinker.TrainingClient:
+    return client_of(service).create_lora_training_client("tiny", **{"rank": 4, "seed": 1, **lora}).result()
+
+
+def supervised(tokens: list[int]) -> types.Datum:
+    inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def log_probs(model: tinker.TrainingClient, tokens: list[int]) -> np.ndarray:
+    return model.forward([supervised(tokens)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+
+
+def adam(**changed: float) -> types.AdamParams:
+    return types.AdamParams(**{"learning_rate": 1e-2, **changed})
+
+
+def steps(model: tinker.TrainingClient, number: int) -> list[float]:
+    losses = []
+    for _ in range(number):
+        loss = model.forward_backward([supervised(TOKENS), supervised(TOKENS[2:])], "cross_entropy")
+        step = model.optim_step(adam())  # sent before the loss is there
+        losses.append(loss.result().metrics["loss:sum"])
+        step.result()
+    return losses
+
+
+def test_the_four_verbs(service: Service) -> None:
+    model = model_of(service)
+    losses = steps(model, 4)
+    assert losses == sorted(losses, reverse=True)
+    sampler = model.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(TOKENS)
+    assert np.abs(np.array(sampler.compute_logprobs(prompt).result()[1:]) - log_probs(model, TOKENS)).max() < 5e-6
+    params = types.SamplingParams(max_tokens=8, seed=3)
+    options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
+    one, other = (sampler.sample(prompt, 4, params, **options).result() for _ in range(2))
+    assert [each.tokens for each in one.sequences] == [each.tokens for each in other.sequences]
+    assert len({each.sequence_id for each in (*one.sequences, *other.sequences)}) == 8
+    for sequence in one.sequences:
+        assert len(sequence.topk_logprobs) == len(sequence.tokens)
+        for token, log_prob, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+            assert log_prob <= top[0][1] + 1e-4
+            assert all(abs(value - log_prob) < 1e-4 for id, value in top if id == token)
+    assert one.topk_prompt_logprobs[0] is None
+    assert [len(each) for each in one.topk_prompt_logprobs[1:]] == [3] * (len(TOKENS) - 1)
+    last = sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=2).result()
+    assert [each is None for each in last.prompt_logprobs] == [True] * (len(TOKENS) - 2) + [False] * 2
+    assert sampler.get_base_model() == "tiny"
+    assert len(model.get_tokenizer()("12+").input_ids) == 3
+
+
+def test_a_custom_loss_is_the_loss_itself(service: Service) -> None:
+    one, other = model_of(service, seed=9), model_of(service, seed=9)
+
+    def loss(data: list[types.Datum], log_probs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        value = -sum(
+            (each * torch.tensor(d.loss_fn_inputs["weights"].data)).sum()
+            for d, each in zip(data, log_probs, strict=True)
+        )
+        return value, {"own": 1.0}
+
+    data = [supervised(TOKENS), supervised(TOKENS[1:])]
+    mine = one.forward_backward_custom(data, loss).result()
+    theirs = other.forward_backward(data, "cross_entropy").result()
+    assert mine.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-6)
+    for model in (one, other):
+        model.optim_step(adam()).result()
+    assert np.abs(log_probs(one, TOKENS) - log_probs(other, TOKENS)).max() < 1e-6
+
+
+def test_several_targets_of_a_token(service: Service) -> None:
+    """As distillation sends them: (N, K) targets with weights, sparse where that is smaller."""
+    model = model_of(service)
+    targets = torch.zeros(len(TOKENS), 6, dtype=torch.int64)
+    weights = torch.zeros(len(TOKENS), 6)
+    targets[:, 0], weights[:, 0] = torch.tensor([*TOKENS[1:], 5]), 0.75
+    targets[3, 1], weights[3, 1] = 7, 0.25
+    datum = types.Datum(types.ModelInput.from_ints(TOKENS), {"target_tokens": targets, "weights": weights})
+    assert datum.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
+    result = model.forward([datum], "cross_entropy").result()
+    found = result.loss_fn_outputs[0]["logprobs"].to_torch()
+    assert found.shape == targets.shape
+    assert np.allclose(found[:-1, 0], log_probs(model, TOKENS), atol=1e-6)
+    assert result.metrics["loss:sum"] == pytest.approx(float(-(weights * found).sum()), rel=1e-5)
+
+
+def test_saved_states_continue_and_are_listed(service: Service) -> None:
+    client = client_of(service)
+    model = client.create_lora_training_client("tiny", rank=4, seed=2, train_mlp=False).result()
+    steps(model, 2)
+    path = model.save_state("a", ttl_seconds=4000, user_metadata={"of": "me"}).result().path
+    expected = steps(model, 2)
+    loaded = client.create_training_client_from_state_with_optimizer(path).result()
+    assert steps(loaded, 2) == expected
+    assert steps(client.create_training_client_from_state(path).result(), 2) != expected
+    sampler = model.save_weights_for_sampler("b").result().path
+    rest = client.create_rest_client()
+    rows = rest.list_checkpoints(model.model_id).result().checkpoints
+    assert [(row.checkpoint_type, row.tinker_path) for row in rows] == [("training", path), ("sampler", sampler)]
+    info = rest.get_weights_info_by_tinker_path(path).result()
+    assert (info.lora_rank, info.train_attn, info.train_mlp, info.train_unembed) == (4, True, False, False)
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert [row.tinker_path for row in rest.list_checkpoints(model.model_id).result().checkpoints] == [sampler]
+    with pytest.raises(tinker.NotFoundError):
+        client.create_training_client_from_state(path).result()
+
+
+def test_errors_are_sentences(service: Service) -> None:
+    model = model_of(service)
+    with pytest.raises(tinker.BadRequestError, match="no such loss"):
+        model.forward_backward([supervised(TOKENS)], "hinge").result()  # type: ignore[arg-type]
+    with pytest.raises(tinker.RequestFailedError, match="context"):
+        model.forward_backward([supervised([4] * 60)], "cross_entropy").result()
+    assert len(steps(model, 1)) == 1  # the client goes on
+    with pytest.raises(tinker.BadRequestError, match="another one"):
+        client_of(service).create_lora_training_client("other/model").result()
+
+
+def test_a_kill_in_the_middle_of_a_step_loses_only_what_was_not_saved(tmp_path: Path) -> None:
+    service = Service(tmp_path / "run", tiny_model(max_position=1024, layers=2))
+    model = model_of(service)
+    path = model.save_state("saved").result().path
+    data = [supervised([3, 4, *[(7 * i + n) % 10 for i in range(1000)]]) for n in range(64)]
+    losing = [model.forward_backward(data, "cross_entropy") for _ in range(8)]
+    step = model.optim_step(adam())
+    losing[0].result()
+    service.kill()  # seven more are queued or computed
+    second = Service(tmp_path / "run", tiny_model(max_position=1024, layers=2), port=service.port)
+    try:
+        for future in (*losing[1:], step):
+            with pytest.raises(Exception, match=r"expired|no longer in memory|404|410|poisoned"):
+                future.result(timeout=300)
+        client = client_of(second)
+        again = client.create_training_client_from_state_with_optimizer(path).result()
+        assert len(steps(again, 2)) == 2
+        assert not [*(tmp_path / "run" / "tinker").glob("*/*/.*")]
+        assert "Traceback" not in second.text()
+    finally:
+        second.end()
+        service.end()
+
+
+def test_grpo_against_the_sdk_is_the_own_loop(tmp_path: Path) -> None:
+    """`trivium run` rolls out and trains; a script of the SDK trains on the same rollouts in the same order, with the
+    formulas of GRPO written out. Losses agree to 1e-6, and so do the adapters."""
+    lora, optimizer = {"rank": 4, "alpha": 32}, {"lr": 3e-2, "betas": [0.9, 0.95]}
+    sections: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "own"), "seed": 6},
+        "model": tiny_model(),
+        "tasks": {"train": {"kind": "arithmetic"}},
+        "engine": {"sampling": {"max_new_tokens": 5}},
+        "algorithm": {"kind": "grpo", "epochs": 2, "policy_loss": {"kind": "ppo", "dual_clip": None}},
+        "train": {"lora": lora, "optimizer": optimizer, "max_grad_norm": 0.5},
+        "schedule": {"steps": 3, "groups_per_step": 2, "group_size": 4},
+        "cluster": {"threads": 1},
+        "monitors": [{"kind": "jsonl"}],
+        "checkpoint": {"save_every": 3},
+    }
+    sections["rewards"] = [{"kind": f"{__name__}:length"}]
+    run(config_from_mapping(sections, None))
+    own = RecordedRun.open(tmp_path / "own")
+    rows = [json.loads(line) for line in (tmp_path / "own/metrics.jsonl").read_text().splitlines()]
+    expected = [row["train/loss/policy"] for row in rows if "train/loss/policy" in row]
+    with running(tmp_path / "service", {"kind": "hf", "path": str(tmp_path / "own/model")}) as service:
+        model = model_of(service, seed=6)
+        losses = []
+        for step in (1, 2, 3):
+            data, weight = [], 0
+            for place in own.groups.of_step(step):
+                members = own.groups.group(place).trajectories
+                rewards = np.array([each.reward for each in members])
+                advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+                for member, advantage in zip(members, advantages, strict=True):
+                    turn = member.turns[0]
+                    data.append((turn.prompt_tokens.tolist(), turn.tokens.tolist(), turn.log_prob, advantage))
+                    weight += len(turn.tokens)
+            old = [log_probs(model, [*prompt, *tokens])[len(prompt) - 1 :] for prompt, tokens, _, _ in data]
+            for (_, _, sampled, _), of_trainer in zip(data, old, strict=True):
+                assert np.abs(sampled - of_trainer).max() < 1e-5  # the own loop's sampler, and the service's trainer
+            datums = [
+                types.Datum(
+                    types.ModelInput.from_ints([*prompt, *tokens][:-1]),
+                    {
+                        "target_tokens": [*prompt, *tokens][1:],
+                        "logprobs": [0.0] * (len(prompt) - 1) + before.tolist(),
+                        "advantages": [0.0] * (len(prompt) - 1) + [float(advantage) / weight] * len(tokens),
+                    },
+                )
+                for (prompt, tokens, _, advantage), before in zip(data, old, strict=True)
+            ]
+            of_epochs = []
+            for _ in range(2):
+                loss = model.forward_backward(datums, "ppo")
+                model.optim_step(adam(learning_rate=3e-2, beta2=0.95, eps=1e-8, grad_clip_norm=0.5)).result()
+                of_epochs.append(loss.result().metrics["loss:sum"])
+            losses.append(float(np.mean(of_epochs)))
+        assert np.abs(np.array(losses) - expected).max() < 1e-6
+        assert max(map(abs, expected)) > 1e-3
+        state = model.save_state("end").result().path.split("/")
+    mine = load_file(
+        tmp_path / "service/tinker" / state[2] / "weights/end/state/policy-adapter/adapter_model.safetensors"
+    )
+    theirs = load_file(own.store.open(3).path / "policy-adapter" / "adapter_model.safetensors")
+    assert mine.keys() == theirs.keys()
+    assert max(np.abs(mine[name] - theirs[name]).max() for name in mine) < 1e-5
+
+
+def length(prompt: str, completion: str, **columns: Any) -> float:
+    """A reward that depends on the completion alone."""
+    del prompt, columns
+    return len(completion) + 0.1 * completion.count("1")
