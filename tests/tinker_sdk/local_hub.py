@@ -12,6 +12,7 @@ from typing import Any
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 """A name that the cookbook knows, with a renderer of the same template as the served model's."""
+ANSWER = 7
 _NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo")
 _THINGS = ("apples", "coins", "books", "cards")
 
@@ -47,15 +48,13 @@ def _data(folder: Path, configs: Mapping[str, Mapping[str, Iterable[Mapping[str,
 
 
 def _sums(number: int) -> Iterable[Mapping[str, Any]]:
-    """Rows in the format of GSM8K."""
+    """Rows in the format of GSM8K, whose answer is always `ANSWER`, which any policy learns within a few steps."""
     rng = random.Random(1)
     for _ in range(number):
-        name, thing, one, two = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(1, 4), rng.randint(1, 4)
+        name, thing, one = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(1, ANSWER - 1)
+        two = ANSWER - one
         question = f"{name} has {one} {thing} and gets {two} more. How many {thing} does {name} have?"
-        yield {
-            "question": question,
-            "answer": f"{one} + {two} = <<{one}+{two}={one + two}>>{one + two}\n#### {one + two}",
-        }
+        yield {"question": question, "answer": f"{one} + {two} = <<{one}+{two}={ANSWER}>>{ANSWER}\n#### {ANSWER}"}
 
 
 def _chats(number: int) -> Iterable[Mapping[str, Any]]:

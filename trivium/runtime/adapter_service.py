@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,14 @@ from trivium.foundation.atomic import atomic_write
 from trivium.foundation.errors import ConfigError, MissingPackage
 from trivium.foundation.phases import announce
 from trivium.models.weights.section import LoraConfig
+from trivium.monitors.fanout import FanOut
 from trivium.protocols import SteppedEngine
 from trivium.runtime.build import algorithm_of, build_engine
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_rank_engine
 from trivium.serving.serve import read_key
+from trivium.types import Metrics
 
 if TYPE_CHECKING:
     from trivium.serving.tinker.lora_models import Adapters
@@ -34,7 +37,30 @@ def serve_tinker(config: RunConfig, run_dir: Path) -> None:
         raise MissingPackage("fastapi", "serve", "serve the Tinker SDK (run.mode: tinker)") from error
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     stage = Stage(_at_temperature_one(config), 0, 0, True, run_dir, model_dir)
-    run_in_loop(_serve(stage), config.sync.deadline_s)
+    log = StepLog(config, run_dir)
+    try:
+        run_in_loop(_serve(stage, log), config.sync.deadline_s)
+    finally:
+        log.monitor.close()
+
+
+class StepLog:
+    """Logs the optimizer steps of all models as the steps of one run. A service that is started again continues it."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        file = run_dir / "metrics.jsonl"
+        rows = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        self._step, self._losses = len(rows), dict[str, float]()
+        options = {"run_dir": run_dir, "resume_step": self._step}
+        self.monitor = FanOut([build("monitors", section, **options) for section in config.monitors])
+
+    def __call__(self, model_id: str, metrics: Metrics) -> None:
+        """Takes the loss of data, or the metrics of the step on the data since the last one."""
+        if "loss" in metrics:
+            self._losses[model_id] = self._losses.get(model_id, 0.0) + metrics["loss"]
+            return
+        self._step += 1
+        self.monitor.log(self._step, {"train/loss/policy": self._losses.pop(model_id, 0.0), **metrics})
 
 
 def _at_temperature_one(config: RunConfig) -> RunConfig:
@@ -43,12 +69,12 @@ def _at_temperature_one(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"sampling": sampling})})
 
 
-async def _serve(stage: Stage) -> None:
+async def _serve(stage: Stage, log: StepLog) -> None:
     from trivium.serving.connections import serve_app
     from trivium.serving.tinker.routes import TinkerServer
 
     section, file = stage.config.serve, stage.run_dir / "serve.json"
-    service = await asyncio.to_thread(open_service, stage)
+    service = await asyncio.to_thread(open_service, stage, log)
     app = TinkerServer(service, read_key(section.key_variable), section.max_body_bytes).app
     try:
         async with serve_app(app, section.host, section.port, section.max_connections) as url:
@@ -60,21 +86,22 @@ async def _serve(stage: Stage) -> None:
         await service.close()
 
 
-def open_service(stage: Stage) -> TinkerService:
-    """Loads the models and opens the saved states of a stage."""
+def open_service(stage: Stage, record: Callable[[str, Metrics], object] = lambda *_: None) -> TinkerService:
+    """Loads the models and opens the saved states of a stage. `record` as in `TinkerService`."""
     from trivium.serving.tinker.sampler import Sampler
     from trivium.serving.tinker.saved_states import SavedStates
     from trivium.serving.tinker.service import TinkerOptions, TinkerService
 
     section, model_dir, seed = stage.config.serve, stage.model_dir, stage.config.run.seed
-    adapters, engine = _adapters(stage), build_engine(stage)
+    adapters, engine = adapters_of(stage), build_engine(stage)
     path = str(getattr(stage.config.model, "path", model_dir))
     names = tuple(dict.fromkeys((section.model, *section.names, path, str(model_dir))))
     options = TinkerOptions(names, model_dir, engine.max_context, section.max_models, idle_s=section.idle_s)
-    return TinkerService(options, adapters, Sampler(engine, adapters, seed), SavedStates(stage.run_dir / "tinker"))
+    states = SavedStates(stage.run_dir / "tinker")
+    return TinkerService(options, adapters, Sampler(engine, adapters, seed), states, record)
 
 
-def _adapters(stage: Stage) -> Adapters:
+def adapters_of(stage: Stage) -> Adapters:
     """Loads the base weights that all adapters share."""
     import torch
 

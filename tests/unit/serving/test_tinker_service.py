@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_client import Client, again, datum, gathered, loss_message, opened, served, supervised, tensor
+from tinker_client import Client, again, datum, gathered, loss_message, opened, served, stage_in, supervised, tensor
 
 import trivium.serving.tinker.futures as futures_module
+from trivium.runtime.adapter_service import StepLog
 from trivium.serving.tinker.saved_states import SavedStates
 from trivium.serving.tinker.service import TinkerService
 from trivium.serving.tinker.wire import read_message, write_message
@@ -129,6 +130,20 @@ async def test_saved_states_outlive_the_service_and_promises_do_not(models: Tink
         assert (await client.http.get(links["urls"]["adapter_config.json"] + "0")).status_code == 403
         await client.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/state")
         assert (await client.post("weights_info", {"tinker_path": path})).status_code == 404
+
+
+def test_the_steps_of_all_models_are_a_run(tmp_path: Path) -> None:
+    stage = stage_in(tmp_path)
+    for losses in ([1.0, 2.0], [4.0]):  # a service, and the next one in the same directory
+        log = StepLog(stage.config, tmp_path)
+        for loss in losses:
+            log("a", {"loss": loss})
+        log("b", {"train/grad_norm/policy": 3.0})
+        log("a", {"train/grad_norm/policy": 2.0})
+        log.monitor.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["train/loss/policy"] for row in rows] == [0.0, 3.0, 0.0, 4.0]
 
 
 def test_a_state_that_was_being_replaced_is_there_after_a_kill(tmp_path: Path) -> None:

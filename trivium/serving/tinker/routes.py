@@ -43,8 +43,9 @@ class TinkerServer:
         self.service, self._key = service, api_key
         self.app = FastAPI(title="Trivium", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
+        config = {**CLIENT_CONFIG, "fwdbwd_max_chunk_bytes_count": max_body_bytes * 3 // 4}
         answers: dict[str, tuple[type[verbs.Body], Callable[[Any], Answer | Awaitable[Answer]]]] = {
-            "client/config": (verbs.Empty, lambda _: CLIENT_CONFIG),
+            "client/config": (verbs.Empty, lambda _: config),
             "client/dynamic_config": (verbs.Empty, lambda _: {"sample_cancel_enabled": True}),
             "telemetry": (verbs.Empty, lambda _: {"status": "accepted"}),
             "create_session": (verbs.Empty, lambda _: {"session_id": service.create_session().id}),

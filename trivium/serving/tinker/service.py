@@ -74,7 +74,7 @@ class TinkerService:
         states: SavedStates,
         record: Callable[[str, Metrics], object] = lambda *_: None,
     ) -> None:
-        """`record` takes the metrics of each step, with the id of the model."""
+        """`record` takes the `loss` of data, and the metrics of each step, with the id of the model."""
         self.options, self.adapters, self.sampler, self.states = options, adapters, sampler, states
         self._record, self._turns = record, Turns(1)
         self.futures = Futures(options.max_pending)
@@ -180,7 +180,7 @@ class TinkerService:
         def work(engine: SteppedEngine) -> bytes:
             metrics, log_probs = compute_loss(engine, request)
             if not request.forward_only:
-                self._record(model.id, {"loss": metrics["loss:sum"], "sequences": float(len(log_probs))})
+                self._record(model.id, {"loss": metrics["loss:sum"]})
             return write_loss_output(metrics, log_probs)
 
         return self._train(model, number, work)
