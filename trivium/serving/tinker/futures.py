@@ -18,6 +18,8 @@ _POLL_S = 25.0
 """Longest time that a poll waits for a result; the SDK waits 45 s."""
 _GAP_S = 60.0
 """Longest wait for a request whose number comes before that of one that has arrived."""
+_FETCHED = 64
+"""How many results stay after they were fetched: a response may be lost."""
 Work = Callable[[], Awaitable["Mapping[str, Any] | bytes"]]
 
 
@@ -101,8 +103,8 @@ class Futures:
             self._known[owner, number] = future
         if work is not None:
             future.task = asyncio.create_task(future.run(work))
-        for old in [each for each in self._all.values() if each.fetched][: -self._max_pending]:
-            self.forget(old)  # a response may be lost, so the last ones stay
+        for old in [each for each in self._all.values() if each.fetched][:-_FETCHED]:
+            self.forget(old)
         return future
 
     def forget(self, future: PendingResult) -> None:

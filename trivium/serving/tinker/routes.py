@@ -25,6 +25,7 @@ from trivium.serving.tinker.verbs import read_form
 _RUN, _STATE = "training_runs/{model_id}/checkpoints", "training_runs/{model_id}/checkpoints/{kind}/{name}"
 _FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 _POLL_S = 25.0
+_NOTE = {"info_message": "adapters are on attention and MLP: train_unembed has no effect here"}
 CLIENT_CONFIG: Mapping[str, Any] = {
     "pjwt_auth_enabled": False,
     "proto_compress_fwdbwd": False,
@@ -48,7 +49,7 @@ class TinkerServer:
             "client/config": (verbs.Empty, lambda _: config),
             "client/dynamic_config": (verbs.Empty, lambda _: {"sample_cancel_enabled": True}),
             "telemetry": (verbs.Empty, lambda _: {"status": "accepted"}),
-            "create_session": (verbs.Empty, lambda _: {"session_id": service.create_session().id}),
+            "create_session": (verbs.Empty, lambda _: {"session_id": service.create_session().id, **_NOTE}),
             "session_heartbeat": (verbs.SessionOf, self._heartbeat),
             "create_model": (verbs.ModelForm, service.create_model),
             "get_info": (verbs.ModelOf, self._info),

@@ -7,6 +7,7 @@ arrive later wait as well; the engine adopts the next weights when the completio
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,22 +37,31 @@ class SamplingSession:
     weights: Path | None = None
     model_path: str | None = None
     clones: int = 0
-    finished: dict[int, list[PendingResult]] = field(default_factory=dict[int, list[PendingResult]])
-    """By clone, in order."""
+    finished: dict[int, dict[int, dict[str, str]]] = field(default_factory=dict[int, dict[int, dict[str, str]]])
+    """By clone: the finished requests by cursor, from the first one that the clone may not know."""
+    cursors: Counter[int] = field(default_factory=Counter[int])
+    """By clone: how many requests have finished."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def finish(self, clone: int, result: PendingResult) -> None:
+        """Takes a request that has finished."""
+        self.cursors[clone] += 1
+        row = {"request_id": result.id, "state": "failed" if result.failed else "finished"}
+        self.finished.setdefault(clone, {})[self.cursors[clone]] = row
+        self.changed.set()
 
     async def completions(self, clone: int, cursor: int, timeout_s: float) -> dict[str, object]:
         """The requests of a clone that have finished after the cursor; waits for one."""
-        done = self.finished.setdefault(clone, [])
         try:
             async with asyncio.timeout(timeout_s):
-                while len(done) <= cursor:
+                while self.cursors[clone] <= cursor:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
             pass
-        rows = [{"request_id": each.id, "state": "failed" if each.failed else "finished"} for each in done[cursor:]]
-        return {"completions": rows, "cursor": len(done)}
+        rows = {number: row for number, row in self.finished.get(clone, {}).items() if number > cursor}
+        self.finished[clone] = rows
+        return {"completions": [*rows.values()], "cursor": self.cursors[clone]}
 
 
 class Sampler:

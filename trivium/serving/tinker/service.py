@@ -297,11 +297,7 @@ class TinkerService:
 
         future = self.futures.add(sampler.id, form.seq_id, work)
 
-        def finished(_: object) -> None:
-            sampler.finished.setdefault(number // 10**9, []).append(future)
-            sampler.changed.set()
-
-        future.outcome.add_done_callback(finished)
+        future.outcome.add_done_callback(lambda _: sampler.finish(number // 10**9, future))
         return future
 
     # ----------------------------------------------------------------------- end

@@ -16,7 +16,7 @@ from trivium.serving.tinker.losses import FORMULAS
 from trivium.serving.tinker.wire import FORWARD_BACKWARD, read_array, read_message, read_tensor
 from trivium.types import MIN_TEMPERATURE, AnyArray, IntArray, Sampling
 
-_MAX_TARGETS = 1024
+_MAX_TARGETS = 128
 Name = Annotated[str, Field(min_length=1, max_length=400)]
 Number = Annotated[int, Field(ge=0, le=2**53)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -48,11 +48,6 @@ def read_form(form: type[BodyT], body: Mapping[str, Any]) -> BodyT:
 
 class Empty(Body):
     """A body without a value that matters here."""
-
-
-class SessionForm(Body):
-    user_metadata: Metadata = None
-    display_name: str | None = Field(None, max_length=400)
 
 
 class SessionOf(Body):
@@ -206,13 +201,13 @@ class SampleForm(SamplerOf):
             raise bad_request("prompt", asked, f"{len(tokens)} tokens", "send a longer one")
         return np.array(tokens, np.int32)
 
-    def sampling(self, room: int) -> Sampling:
+    def sampling(self, remaining: int) -> Sampling:
         """Stop strings end a turn beside the model's ends of turn, stop tokens and an empty list in place of them."""
         params, stop = self.sampling_params, self.sampling_params.stop
         texts = (stop,) if isinstance(stop, str) else tuple(each for each in stop or () if isinstance(each, str))
         tokens = tuple(each for each in stop or () if isinstance(each, int))
         return Sampling(
-            max_new_tokens=params.max_tokens or max(1, room),
+            max_new_tokens=params.max_tokens or max(1, remaining),
             temperature=max(params.temperature, MIN_TEMPERATURE) if params.temperature else 0.0,
             top_p=params.top_p,
             top_k=max(0, params.top_k),
