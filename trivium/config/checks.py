@@ -392,6 +392,9 @@ def check_serving(config: RunConfig) -> Iterator[Problem]:
             "any machine that reaches it could train the policy, or send feedback for rollouts of others",
             "name an environment variable that holds a key, or listen on 127.0.0.1",
         )
+    if mode == "tinker" and not capabilities_of(describe("engines", config.engine.kind)).adopts_adapters:
+        found, do = "it samples with other weights than those of a client's adapter", "use engine.kind torch or vllm"
+        yield Problem("engine.kind", f"{config.engine.kind!r} with run.mode tinker", found, do)
     if config.schedule.deterministic:
         yield Problem(
             "schedule.deterministic",

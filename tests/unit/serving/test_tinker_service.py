@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from configs import configured, problems_of
 from tinker_client import Client, again, datum, gathered, loss_message, opened, served, stage_in, supervised, tensor
 
 import trivium.serving.tinker.futures as futures_module
@@ -299,6 +300,15 @@ async def test_the_key_is_required_but_for_links(models: TinkerService, tmp_path
         del client.http.headers["X-API-Key"]
         assert (await client.http.get(url)).status_code == 200
         assert (await client.http.get(at)).status_code == 401
+
+
+def test_a_config_of_the_service() -> None:
+    served = {"run": {"mode": "tinker"}, "tasks": {"train": {"kind": "served"}}, "rewards": []}
+    assert configured(None, **served).run.mode == "tinker"
+    problems = problems_of(
+        configured, **served, engine={"kind": "scripted", "replies": ["1"]}, serve={"host": "0.0.0.0"}
+    )
+    assert {*problems} == {"engine.kind", "serve.key_variable"}
 
 
 # --------------------------------------------------------------------------- hostile requests
