@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trivium.config import RunConfig, build
 from trivium.foundation.atomic import atomic_write
-from trivium.foundation.errors import ConfigError, MissingPackage
+from trivium.foundation.errors import ConfigError
 from trivium.foundation.phases import announce
 from trivium.models.weights.section import LoraConfig
 from trivium.monitors.fanout import FanOut
@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 def serve_tinker(config: RunConfig, run_dir: Path) -> None:
-    """Serves until the process is ended. Raises MissingPackage without the `serve` extra."""
-    try:
-        import fastapi  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        raise MissingPackage("fastapi", "serve", "serve the Tinker SDK (run.mode: tinker)") from error
+    """Serves until the process is ended."""
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     stage = Stage(_at_temperature_one(config), 0, 0, True, run_dir, model_dir)
     log = StepLog(config, run_dir)

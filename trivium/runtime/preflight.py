@@ -342,7 +342,7 @@ def packages(stage: _StageHere) -> Iterator[Problem]:
         needed.append(("cluster.kind", "ray", "ray", "ray"))
     if config.run.mode in ("serve", "tinker"):
         needed.append(("run.mode", "fastapi", "fastapi", "serve"))
-    if getattr(config.train, "lora", None) is not None:
+    if config.run.mode == "tinker" or getattr(config.train, "lora", None) is not None:
         needed.append(("train.lora", "peft", "peft", "peft"))
     for where, module, package, extra in needed:
         if importlib.util.find_spec(module) is None:
