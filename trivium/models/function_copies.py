@@ -15,8 +15,8 @@ from typing import Any
 def functions_called(function: FunctionType, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
     """The functions of its module that a function calls by one of these names. A name that stands for None, an optional
     kernel that is not installed, is left out."""
-    own = {name: function.__globals__.get(name) for name in names if name in function.__code__.co_names}
-    return {name: called for name, called in own.items() if called is not None}
+    functions = {name: function.__globals__.get(name) for name in names if name in function.__code__.co_names}
+    return {name: called for name, called in functions.items() if called is not None}
 
 
 def calling(function: FunctionType, replacements: Mapping[str, Callable[..., Any]]) -> FunctionType:

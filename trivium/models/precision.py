@@ -67,7 +67,7 @@ def product_of(a: Parts, b: Parts, precision: str, into: Tensor | None = None) -
 
         return matmul_transposed(a[0], b[0]) if into is None else into.addmm_(a[0], b[0].T)
     total = _widened(a[0], b[0], into)
-    for first, second in [*((a[0], each) for each in b[1:]), *((each, b[0]) for each in a[1:])]:
+    for first, second in [*((a[0], rest) for rest in b[1:]), *((rest, b[0]) for rest in a[1:])]:
         total = _widened(first, second, total)
     return total
 

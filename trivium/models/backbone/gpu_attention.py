@@ -78,8 +78,8 @@ def runs_of(segments: tuple[Segment, ...], device: torch.device) -> Runs:
     starts = np.concatenate([[0], np.cumsum(sizes)])
     paths: list[npt.NDArray[np.int64]] = []
     for here, segment in enumerate(segments):
-        own = np.arange(starts[here], starts[here + 1])
-        paths.append(own if segment.parent < 0 else np.concatenate([paths[segment.parent], own]))
+        rows = np.arange(starts[here], starts[here + 1])
+        paths.append(rows if segment.parent < 0 else np.concatenate([paths[segment.parent], rows]))
     lengths = np.array([len(path) for path in paths])
 
     def bounds(counts: npt.NDArray[np.int64]) -> Tensor:

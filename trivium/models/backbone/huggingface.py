@@ -35,8 +35,8 @@ def _in_package(path: object) -> object:
         return path
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        found = f"the package {package} is not installed"
-        raise NestedError(DataError(f"the model {path}", found, "install it with pip, or give a path"))
+        reason = f"the package {package} is not installed"
+        raise NestedError(DataError(f"the model {path}", reason, "install it with pip, or give a path"))
     return str(Path(spec.submodule_search_locations[0]) / file)
 
 
@@ -95,8 +95,8 @@ class HuggingFaceModel:
             elif self.template_variables:
                 names = _names(self._base_template() or "")
                 for name in (name for name in self.template_variables if name not in names):
-                    found, do = "the chat template does not use it", "remove it, or set model.chat_template"
-                    yield Problem(f"{where}.template_variables.{name}", "a variable of the template", found, do)
+                    reason, do = "the chat template does not use it", "remove it, or set model.chat_template"
+                    yield Problem(f"{where}.template_variables.{name}", "a variable of the template", reason, do)
             yield from _unusable(Path(self.path), f"{where}.path")
             if self.tool_calls != "auto":
                 try:
@@ -163,7 +163,7 @@ def _own_template(path: Path) -> str | None:
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (path / name).is_file():
             template = json.loads((path / name).read_text(encoding="utf-8")).get("chat_template")
-            named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {}
+            named = {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else {}
             if template := named.get("default", template):
                 return str(template)
     return None

@@ -128,7 +128,7 @@ def saved_dtype(config: PretrainedConfig, path: Path) -> torch.dtype:
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     types = (entry.dtype for entry in open_tensors(weight_files(path)).entries.values())
-    return next((each for each in types if isinstance(each, torch.dtype) and each.is_floating_point), torch.float32)
+    return next((dtype for dtype in types if isinstance(dtype, torch.dtype) and dtype.is_floating_point), torch.float32)
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

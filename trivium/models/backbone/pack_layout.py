@@ -72,16 +72,18 @@ def copied_of(tree: Tree) -> list[bool]:
     than one attention call of all continuations to the segment."""
     count = len(tree.segments)
     behind, paths = [0] * count, [0] * count  # tokens of the continuations, and the copies that they need
-    copied, kept = [False] * count, [False] * count  # kept: a continuation with continuations is not copied
+    # A path of copies (`paths_of`) ends at a trunk, a segment with continuations that is not copied: tokens behind it
+    # would not attend to a copy above it.
+    copied, above_trunk = [False] * count, [False] * count
     for here, segment in reversed([*enumerate(tree.segments)]):
         length, parent = segment.stop - segment.first, segment.parent
         if behind[here]:
-            copied[here] = not kept[here] and (paths[here] - 1) * length <= max(_FEW, _COPIED * behind[here])
+            copied[here] = not above_trunk[here] and (paths[here] - 1) * length <= max(_FEW, _COPIED * behind[here])
         paths[here] = paths[here] if copied[here] else paths[here] + 1
         if parent >= 0:
             behind[parent] += behind[here] + length
             paths[parent] += paths[here]
-            kept[parent] |= kept[here] or (behind[here] > 0 and not copied[here])
+            above_trunk[parent] |= above_trunk[here] or (behind[here] > 0 and not copied[here])
     return copied
 
 

@@ -329,7 +329,7 @@ class Backbone:
         if slices is not None and len(places):
             first = slices.rank * slices.tokens
             here = (first <= places) & (places < first + slices.tokens)
-            features, places = tuple(each[here] for each in features), places[here] - first
+            features, places = tuple(feature[here] for feature in features), places[here] - first
         return self.vision.decoder_inputs(tokens, features, places)
 
     def _padded(self, batch: Pack) -> torch.Tensor:
@@ -360,7 +360,7 @@ class Backbone:
                 "a recurrent state passes through all tokens of a sequence, so ranks cannot share one",
                 "leave it at 1 for this model",
             )
-        if any(each.rpartition(".")[2] == "sinks" for each, _ in self.module.named_parameters()):
+        if any(parameter.rpartition(".")[2] == "sinks" for parameter, _ in self.module.named_parameters()):
             raise ConfigError(
                 f"train.sequence_parallel {size} for {name}",
                 "its heads have attention sinks, which ranks cannot share",

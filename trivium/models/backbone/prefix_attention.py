@@ -102,8 +102,8 @@ class _TreeAttention(torch.autograd.Function):
         keys, values = (for_each_head(x, query.shape[1]) for x in (key, value))
         blocks = _own_blocks(rows, scale, window, query)
         grids = zip(blocks, *(_grids(rows, x.index_select(0, rows.spread)) for x in (query, keys, values)), strict=True)
-        own = [block.attend(q, k, v) for block, q, k, v in grids]
-        output, log_norm = _from_grids(rows, own)
+        self_attention = [block.attend(q, k, v) for block, q, k, v in grids]
+        output, log_norm = _from_grids(rows, self_attention)
         for trunk in rows.trunks:
             before, behind = slice(trunk.first, trunk.behind), slice(trunk.behind, trunk.stop)
             block = _block_behind(trunk, rows.positions, scale, window, query)
@@ -129,12 +129,12 @@ class _TreeAttention(torch.autograd.Function):
         cells.append(grad.new_zeros(len(rows.spread), *grad.shape[1:]).index_copy_(0, rows.collect, grad))  # none of
         blocks = _own_blocks(rows, scale, window, query)
         grids = zip(blocks, *(_grids(rows, x) for x in cells), strict=True)  # the padding: it is no one's output
-        own = [block.gradients(*parts) for block, *parts in grids]
-        of_query, of_keys, of_values = _from_grids(rows, own)
+        gradients = [block.gradients(*parts) for block, *parts in grids]
+        of_query, of_keys, of_values = _from_grids(rows, gradients)
         if rows.copies:  # the gradients of all copies of a key add up; only one copy was a query
             of_keys, of_values = (
                 torch.zeros_like(into).index_add_(
-                    0, rows.spread, torch.cat([grid[place].flatten(0, 1) for grid in own])
+                    0, rows.spread, torch.cat([grid[place].flatten(0, 1) for grid in gradients])
                 )
                 for place, into in ((1, of_keys), (2, of_values))
             )
@@ -175,18 +175,18 @@ def _own_blocks(rows: TreeRows, scale: float, window: int | None, like: torch.Te
     """Of segments with themselves, for each grid."""
     blocks: list[_Block] = []
     offset = 0
-    for (count, length), seen in zip(rows.grids, rows.masks, strict=True):
+    for (count, length), mask in zip(rows.grids, rows.masks, strict=True):
         cells = rows.spread[offset : offset + count * length].unflatten(0, (count, length))
         offset += count * length
         near = window is None or length <= window
-        if seen is None and near:
+        if mask is None and near:
             blocks.append(_Block(scale, causal=True))
             continue
-        seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril() if seen is None else seen
+        mask = torch.ones(length, length, dtype=torch.bool, device=like.device).tril() if mask is None else mask
         if not near:
             positions = rows.positions[cells]
-            seen = seen & (positions[:, :, None] - positions[:, None, :] < cast(int, window))
-        blocks.append(_Block(scale, causal=False, mask=_as_scores(seen, like)[:, None]))
+            mask = mask & (positions[:, :, None] - positions[:, None, :] < cast(int, window))
+        blocks.append(_Block(scale, causal=False, mask=_as_scores(mask, like)[:, None]))
     return blocks
 
 
@@ -200,9 +200,9 @@ def _block_behind(
     return _Block(scale, causal=False, mask=_as_scores(distance < window, like))
 
 
-def _as_scores(seen: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _as_scores(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The additive mask of a boolean one."""
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, _UNSEEN)
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, _UNSEEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,9 @@ class Tree:
     def ends(self) -> dict[int, Segment]:
         """The last token of each segment without continuations, unless it is the only token of the segment."""
         parents = {segment.parent for segment in self.segments}
-        last = ((i, each._replace(first=each.stop - 1)) for i, each in enumerate(self.segments) if i not in parents)
+        last = (
+            (i, segment._replace(first=segment.stop - 1)) for i, segment in enumerate(self.segments) if i not in parents
+        )
         return {i: end for i, end in last if end.first > self.segments[i].first}
 
     def without(self, ends: Mapping[int, Segment]) -> Tree:

@@ -67,12 +67,12 @@ def follow_sequences(module: nn.Module) -> bool:
     """Makes the layers with a recurrent state follow packs (their argument `trivium_pack`) and padded prompts (`valid`
     of their cache), in place. Returns False if there are none, or any that this module does not know."""
     layers = [(layer, _following(type(layer))) for layer in module.modules() if _keeps_state(type(layer))]
-    known = [(layer, forward) for layer, forward in layers if forward is not None]
-    if len(known) < len(layers) or not _is_supported():
+    forwards = [(layer, forward) for layer, forward in layers if forward is not None]
+    if len(forwards) < len(layers) or not _is_supported():
         return False
-    for layer, forward in known:
+    for layer, forward in forwards:
         layer.forward = partial(_forward, forward, layer)
-    return bool(known)
+    return bool(forwards)
 
 
 def unknown_layers(module: PreTrainedModel, recurrent: bool) -> set[str]:
@@ -152,8 +152,9 @@ def _rows_of(segments: tuple[Segment, ...], device: torch.device) -> _Rows:
     level_of: list[int] = []
     for here, segment in enumerate(segments):
         level_of.append(0 if segment.parent < 0 else level_of[segment.parent] + 1)
-        by_level += [[]] * (level_of[here] == len(by_level))
-        by_level[level_of[here]] = [*by_level[level_of[here]], here]
+        if level_of[here] == len(by_level):
+            by_level.append([])
+        by_level[level_of[here]].append(here)
         before[starts[here]] = total if segment.parent < 0 else starts[segment.parent + 1] - 1
     collect = np.empty(total, np.int64)
     spread: list[npt.NDArray[np.int64]] = []
@@ -163,8 +164,8 @@ def _rows_of(segments: tuple[Segment, ...], device: torch.device) -> _Rows:
     for number, members in enumerate(by_level):
         paths = [np.arange(starts[here], starts[here + 1]) for here in members]
         grids = grids_of(paths, [False] * len(paths), total)
-        own = np.concatenate(paths)
-        collect[own] = offset + grids.collect[own]
+        level_rows = np.concatenate(paths)
+        collect[level_rows] = offset + grids.collect[level_rows]
         level: list[_Grid] = []
         first = 0
         places = dict[int, int]()
@@ -192,7 +193,7 @@ def _in_segments(batch: _Pack, inputs: Sequence[Tensor], fills: Sequence[float |
     """Scans (1, rows, ...) inputs segment by segment. `fills`: the values of inputs in padding, chosen so that padding
     keeps the state; None if any value does. Rows without a token are zero."""
     rows = _rows_of(batch.segments, batch.tokens.device)
-    cells = [each[0].index_select(0, rows.spread) for each in inputs]
+    cells = [tensor[0].index_select(0, rows.spread) for tensor in inputs]
     for i, fill in enumerate(fills):
         if fill is not None:
             cells[i] = cells[i].masked_fill(rows.padding.view(-1, *[1] * (cells[i].dim() - 1)), fill)
@@ -203,7 +204,7 @@ def _in_segments(batch: _Pack, inputs: Sequence[Tensor], fills: Sequence[float |
             continues, ends = number + 1 < len(rows.levels), list[Tensor]()
             for grid in level:
                 start = None if states is None or grid.parents is None else states.index_select(0, grid.parents)
-                parts = [each[grid.cells].unflatten(0, grid.shape) for each in cells]
+                parts = [tensor[grid.cells].unflatten(0, grid.shape) for tensor in cells]
                 output, end = compute(parts, start, continues)
                 outputs.append(output.flatten(0, 1))
                 ends += [] if end is None else [end]
@@ -302,7 +303,7 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule. A token with `g` and `beta` 0 keeps the state."""
     if trivium_valid is not None:
-        g, beta = (each.masked_fill(~trivium_valid[..., None], 0) for each in (g, beta))
+        g, beta = (gate.masked_fill(~trivium_valid[..., None], 0) for gate in (g, beta))
     if trivium_pack is None:
         return original(query, key, value, g=g, beta=beta, **options)
 
@@ -339,8 +340,8 @@ def _mamba(
 
     def compute(parts: list[Tensor], start: Tensor | None, continues: bool) -> tuple[Tensor, Tensor | None]:
         x, steps, b, c = parts
-        made = original(x, steps, A, b, c, **{**options, "initial_states": start, "return_final_states": continues})
-        return made if continues else (made, None)
+        result = original(x, steps, A, b, c, **{**options, "initial_states": start, "return_final_states": continues})
+        return result if continues else (result, None)
 
     return _in_segments(trivium_pack, (hidden_states, dt, B, C), (None, 0, None, None), compute)
 

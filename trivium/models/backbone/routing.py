@@ -80,8 +80,8 @@ class Routers:
         for segment in segments:
             array = arrays[segment.sequence]
             length = segment.stop - segment.first
-            known = np.zeros((length, *shape)) if array is None else array[segment.first : segment.stop]
-            parts.append(known.astype(np.int16))
+            choices = np.zeros((length, *shape)) if array is None else array[segment.first : segment.stop]
+            parts.append(choices.astype(np.int16))
         return torch.from_numpy(np.concatenate(parts)).permute(1, 2, 0).contiguous()
 
 
@@ -108,10 +108,10 @@ def routers_of(decoder: nn.Module) -> Routers:
     return Routers(tuple(by_layer), tuple(by_layer.values()), chosen, experts, tuple(numbers), depth)
 
 
-def _refusal(decoder: nn.Module, found: str) -> ConfigError:
+def _refusal(decoder: nn.Module, reason: str) -> ConfigError:
     return ConfigError(
         f"the experts that {type(decoder).__name__} chooses for each token",
-        found,
+        reason,
         "set train.router_replay to off, or use a mixture of experts such as Qwen3-MoE, Mixtral or OLMoE",
     )
 
@@ -137,7 +137,7 @@ def _tried(decoder: nn.Module, router: nn.Module) -> tuple[int, int]:
             replayed = outputs(Selection(turned, experts))
         except (TypeError, RuntimeError, ValueError, AttributeError, TriviumError) as error:
             raise _refusal(decoder, f"{type(router).__name__}: {error}") from error
-        expected = [each.flip(1) if each.shape == ids.shape else each for each in free]
+        expected = [output.flip(1) if output.shape == ids.shape else output for output in free]
         if not all(torch.allclose(*pair) for pair in zip(replayed, expected, strict=True)):
             raise _refusal(decoder, f"{type(router).__name__} does not weigh experts by their numbers alone")
     return ids.shape[1], experts
@@ -145,7 +145,7 @@ def _tried(decoder: nn.Module, router: nn.Module) -> tuple[int, int]:
 
 def _choice(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The output of a router with the numbers of experts, (T, K)."""
-    numbers = [each for each in outputs if not each.is_floating_point()]
+    numbers = [output for output in outputs if not output.is_floating_point()]
     if len(numbers) != 1 or numbers[0].dim() != 2:
         raise TriviumError("the numbers of experts", f"{len(numbers)} outputs of integers", "use another model")
     return numbers[0]
@@ -195,8 +195,8 @@ def routed(experts: npt.NDArray[Any] | None, request: Request, count: int) -> np
             "set engine.options.enable_return_routed_experts to true, or train.router_replay to off",
         )
     numbers = np.zeros((len(request.prompt_tokens) + count, *experts.shape[1:]), np.uint16)
-    known = experts[: len(numbers) - 1]  # the last token went through no layer
-    numbers[: len(known)] = known.astype(np.uint16) + 1
+    records = experts[: len(numbers) - 1]  # the last token went through no layer
+    numbers[: len(records)] = records.astype(np.uint16) + 1
     return numbers
 
 

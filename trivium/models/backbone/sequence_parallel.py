@@ -54,8 +54,8 @@ class Slices:
 
     def mine(self, values: torch.Tensor) -> torch.Tensor:
         """(..., T) -> (..., P): the slice of this rank, padded with zeros that are not read."""
-        own = values[..., self.rank * self.tokens : (self.rank + 1) * self.tokens]
-        return torch.nn.functional.pad(own, (0, self.rows - own.shape[-1]))
+        part = values[..., self.rank * self.tokens : (self.rank + 1) * self.tokens]
+        return torch.nn.functional.pad(part, (0, self.rows - part.shape[-1]))
 
     def place(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of tokens in the concatenation of the S slices of P rows."""
@@ -154,7 +154,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _GatherContext(Protocol):
-    own: slice
+    rows: slice
     """The rows of this rank among those of all ranks."""
 
 
@@ -164,7 +164,7 @@ class _Gather(torch.autograd.Function):
         ctx: _GatherContext, values: torch.Tensor, counts: tuple[int, ...], sequence: SequenceGroup
     ) -> torch.Tensor:
         first = sum(counts[: sequence.rank])
-        ctx.own = slice(first, first + len(values))
+        ctx.rows = slice(first, first + len(values))
         everything = values.new_empty(sum(counts), *values.shape[1:])
         copies = torch.cat([values] * sequence.size)  # shares differ in length, which an all-gather does not allow
         dist.all_to_all_single(everything, copies, list(counts), [len(values)] * sequence.size, group=sequence.group)
@@ -175,7 +175,7 @@ class _Gather(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
         ctx: _GatherContext, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        return grad_outputs[0][ctx.own], None, None
+        return grad_outputs[0][ctx.rows], None, None
 
 
 def _all_to_all(blocks: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:

@@ -95,7 +95,7 @@ def _counted(config: PretrainedConfig) -> ModelShape:
     vocabulary, hidden = inputs.shape
     parts = [part for block in blocks for part in _parts(block, hidden, experts)]
     sums = {kind: sum(size for of, size in parts if of == kind) for kind in ("dense", "sparse", "routers")}
-    kept = _kept(decoder, experts)
+    cache = _kept(decoder, experts)
     experts = experts if sums["sparse"] else 1  # a config may name the experts of layers that this model does not have
     names = linear_layers(decoder, model)
     heads = _first(text, "num_attention_heads", "num_heads") or 1
@@ -105,7 +105,7 @@ def _counted(config: PretrainedConfig) -> ModelShape:
         hidden=hidden,
         layers=len(blocks),
         heads=heads,
-        kv_heads=(_first(text, "num_key_value_heads") or heads) if kept["keys"] else 0,
+        kv_heads=(_first(text, "num_key_value_heads") or heads) if cache["keys"] else 0,
         head_dim=_head_dim(text) or hidden // heads,
         mlp=mlp,
         gated=_is_gated(blocks, hidden, mlp, experts),
@@ -119,7 +119,7 @@ def _counted(config: PretrainedConfig) -> ModelShape:
         **sums,
         blocks=_size(blocks),
         adapted=tuple(_ends(block, names) for block in blocks),
-        **kept,
+        **cache,
         vision=None if family is None else _vision(config, base, family),
     )
 

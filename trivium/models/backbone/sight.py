@@ -30,7 +30,7 @@ class Sight:
     """Derives the pixels, places and positions of the images of packed sequences."""
 
     vision: Vision
-    read: PixelReader
+    reader: PixelReader
 
     def check(self, sequences: Iterable[Seen]) -> None:
         """Raises DataError for an image that is cut off by the end of its sequence, and for media other than images."""
@@ -48,14 +48,14 @@ class Sight:
         start = 0
         for segment in packed.segments:
             sequence, here = sequences[segment.sequence], range(segment.first, segment.stop)
-            own = self.vision.places(sequence.tokens, sequence.media)
-            read = [self.read(item) for item in sequence.media]
+            image_places = self.vision.places(sequence.tokens, sequence.media)
+            image_pixels = [self.reader(item) for item in sequence.media]
             if self.vision.family.mrope:
-                whole = self.vision.positions(sequence.tokens, own, read)
+                whole = self.vision.positions(sequence.tokens, image_places, image_pixels)
                 positions.append(whole[:, segment.first : segment.stop])
             inside = [i for i, item in enumerate(sequence.media) if item.span is not None and item.span[0] in here]
-            pixels += [read[i] for i in inside]
-            places += [start - segment.first + own[i].astype(np.int64) for i in inside]
+            pixels += [image_pixels[i] for i in inside]
+            places += [start - segment.first + image_places[i].astype(np.int64) for i in inside]
             start += len(here)
         device = packed.tokens.device
         images = PlacedImages(tuple(pixels), sent(np.concatenate(places), device), tuple(map(len, places)))

@@ -191,7 +191,7 @@ def _fused_mlp(layer: nn.Module) -> Arithmetic | None:
 def _mlp_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     linear = (layer.gate_proj, layer.up_proj, layer.down_proj)
     if all(map(is_only_its_weight, linear)):
-        return cast(torch.Tensor, _GatedMLP.apply(x, *(each.weight for each in linear)))
+        return cast(torch.Tensor, _GatedMLP.apply(x, *(projection.weight for projection in linear)))
     return layer.down_proj(silu_product(layer.gate_proj(x), layer.up_proj(x)))
 
 

@@ -52,8 +52,8 @@ def make_invariant(model: nn.Module) -> None:
     """Replaces the arithmetic of the model's linear layers and activations, in place. The weights are shared."""
     from transformers.activations import ACT2CLS
 
-    known = (kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values() if kind is not None)
-    activations = (*_ACTIVATIONS, *known)
+    kinds = (kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values() if kind is not None)
+    activations = (*_ACTIVATIONS, *kinds)
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = partial(_linear, module)

@@ -91,4 +91,4 @@ def one_thread() -> AbstractContextManager[None]:
 
 def size_of(module: nn.Module) -> int:
     """Bytes of its parameters."""
-    return sum(each.numel() * each.element_size() for each in module.parameters())
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

@@ -84,10 +84,10 @@ def load_score_model(path: Path, *, dtype: torch.dtype, device: torch.device) ->
     return ScoreModel(cast("PreTrainedModel", classifier.base_model), **options)
 
 
-def _refusal(directory: Path, found: str) -> DataError:
+def _refusal(directory: Path, reason: str) -> DataError:
     return DataError(
         f"a sequence classifier from {directory}",
-        found,
+        reason,
         "load the directory with trivium.models.heads.trained_models.ScoreModel, or the backbone and "
         f"{VALUE_HEAD}.safetensors",
     )

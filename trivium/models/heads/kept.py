@@ -39,19 +39,20 @@ class KeptSets:
         lengths = self.counts.abs()
         owners = torch.arange(len(lengths), device=lengths.device)[rows]
         starts = (lengths.cumsum(0) - lengths)[owners]
-        taken = lengths[owners]
-        inside = torch.arange(int(taken.sum()), device=taken.device) - (taken.cumsum(0) - taken).repeat_interleave(
-            taken
+        sizes = lengths[owners]
+        inside = torch.arange(int(sizes.sum()), device=sizes.device) - (sizes.cumsum(0) - sizes).repeat_interleave(
+            sizes
         )
-        return KeptSets(self.counts[owners], self.ids[starts.repeat_interleave(taken) + inside], taken.cumsum(0).cpu())
+        return KeptSets(self.counts[owners], self.ids[starts.repeat_interleave(sizes) + inside], sizes.cumsum(0).cpu())
 
     def left_out(self, rows: slice, size: int, part: VocabularyPart = WHOLE) -> torch.Tensor:
         """(rows, V) bool: the excluded ones of the `size` tokens of a part of the vocabulary."""
         counts = self.counts[rows]
         first = 0 if rows.start == 0 else int(self.stops[rows.start - 1])
         ids = self.ids[first : int(self.stops[rows.stop - 1])]
-        own = torch.arange(len(counts), device=counts.device)
-        owners = own.repeat_interleave(counts.abs(), output_size=len(ids))  # given, so that the GPU is not waited for
+        tokens = torch.arange(len(counts), device=counts.device)
+        # Without `output_size`, torch waits for the GPU to learn the sum of the counts.
+        owners = tokens.repeat_interleave(counts.abs(), output_size=len(ids))
         places, inside = part.own(ids, size)
         if inside is not None:
             owners, places = owners[inside], places[inside]
@@ -76,8 +77,8 @@ def kept_sets(
         every = e.extra.get("kept_count", np.zeros(len(e))).astype(np.int64)
         numbers = e.extra.get("kept", np.zeros(0)).astype(np.int64)
         here = np.repeat(mask, np.abs(every))
-        own = np.repeat(e.tokens, np.abs(every)) == numbers
-        listed = np.bincount(np.repeat(np.arange(len(e)), np.abs(every))[own], minlength=len(e))
+        is_sampled = np.repeat(e.tokens, np.abs(every)) == numbers
+        listed = np.bincount(np.repeat(np.arange(len(e)), np.abs(every))[is_sampled], minlength=len(e))
         wrong = mask & (listed != (every > 0))
         if wrong.any():
             raise DataError(

@@ -81,8 +81,8 @@ def top_k_log_probs(hidden: torch.Tensor, layer: OutputLayer, k: int) -> tuple[t
     hidden, part = hidden.to(layer.weight.dtype), layer.part
     ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
     for rows, logits, _ in _chunked_logits(hidden, layer, None):
-        own = logits.topk(min(k, logits.shape[1]), dim=1)
-        values, tokens = part.gather(own.values), part.gather(own.indices + part.first)
+        local_top = logits.topk(min(k, logits.shape[1]), dim=1)
+        values, tokens = part.gather(local_top.values), part.gather(local_top.indices + part.first)
         top = values.topk(k, dim=1)
         ids[rows], log_prob[rows] = tokens.gather(1, top.indices), top.values - part.log_norm(logits)[:, None]
     return ids, log_prob
@@ -147,15 +147,15 @@ class _Head(torch.autograd.Function):
         temperature, precision, part = layer.temperature, layer.precision, layer.part
         log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
         log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
-        places, own = part.own(targets, len(weight))
+        places, inside = part.own(targets, len(weight))
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # One derivative for each token suffices for one target without the entropy. Ranks that split the vocabulary
         # train all weights.
-        is_linear = targets.shape[1] == 1 and not entropy_grad and own is None
+        is_linear = targets.shape[1] == 1 and not entropy_grad and inside is None
         only_hidden = wants_hidden and not (wants_weight or wants_bias)
         slope = torch.empty_like(hidden) if is_linear and only_hidden else None
         parts = parts_of(weight, precision)
-        transposed = tuple(each.T for each in parts)
+        transposed = tuple(matrix.T for matrix in parts)
         for rows, logits, left_out in _chunked_logits(hidden, layer, kept, parts):
             norm = part.log_norm(logits)
             log_norm[rows] = norm
@@ -167,8 +167,8 @@ class _Head(torch.autograd.Function):
             if slope is not None:  # d log_prob / d logit = [target] - p
                 grad = p.neg_().scatter_add_(1, places[rows], torch.ones_like(p[:, :1]))
                 slope[rows] = product_of(parts_of(grad, precision), transposed, precision).div_(temperature)
-        if own is not None:
-            log_prob.masked_fill_(~own, 0.0)
+        if inside is not None:
+            log_prob.masked_fill_(~inside, 0.0)
         log_prob, entropy = part.sum(log_prob), part.sum(entropy)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.kept = temperature, entropy_grad, kept
@@ -191,7 +191,7 @@ class _Head(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         parts, precision = parts_of(weight, ctx.precision), ctx.precision
-        places, own = ctx.part.own(targets, len(weight))
+        places, inside = ctx.part.own(targets, len(weight))
         transposed = tuple(part.T for part in parts)
         layer = OutputLayer(weight, bias, ctx.temperature, precision, ctx.part)
         for rows, log_p, left_out in _chunked_logits(hidden, layer, ctx.kept, parts):
@@ -204,7 +204,7 @@ class _Head(torch.autograd.Function):
                 grad = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(total).mul_(p)
             else:  # d log_prob / d logit = [target] - p, summed over the targets
                 grad = log_p.exp_().mul_(-total)
-            grad.scatter_add_(1, places[rows], g if own is None else g * own[rows])
+            grad.scatter_add_(1, places[rows], g if inside is None else g * inside[rows])
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
             if grad_bias is not None:

@@ -65,7 +65,7 @@ class SequenceScorer:
     def _passes(self, sequences: Sequence[Seen]) -> Iterator[list[Seen]]:
         some: list[Seen] = []
         for sequence in sequences:
-            if some and sum(len(each.tokens) for each in [*some, sequence]) > self._max_tokens:
+            if some and sum(len(member.tokens) for member in [*some, sequence]) > self._max_tokens:
                 yield some
                 some = []
             some.append(sequence)

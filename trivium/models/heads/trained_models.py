@@ -306,13 +306,13 @@ class LanguageModel(FilledModel):
 
 def tensor_names(module: nn.Module) -> tuple[str, ...]:
     """The names of parameters and persistent buffers, in the module's order: tied ones once, an adapter's left out."""
-    seen: set[tuple[object, ...]] = set()
+    places: set[tuple[object, ...]] = set()
     names: list[str] = []
     for name, tensor in base_state(module).items():
         # An empty buffer has no memory, and a view of another one may begin where that one begins: neither is tied.
         place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
-        if not tensor.numel() or place not in seen:
-            seen.add(place)
+        if not tensor.numel() or place not in places:
+            places.add(place)
             names.append(name)
     return tuple(names)
 
@@ -328,10 +328,10 @@ def logit_scale(module: PreTrainedModel) -> float:
     return float(getattr(config, "logit_scale", 1.0) or 1.0) / float(getattr(config, "logits_scaling", 1.0) or 1.0)
 
 
-def _refusal(module: PreTrainedModel, found: str) -> TriviumError:
+def _refusal(module: PreTrainedModel, reason: str) -> TriviumError:
     return TriviumError(
         f"log-probabilities of {type(module).__name__}",
-        found,
+        reason,
         "use a model whose logits are one linear layer of the last hidden state (no soft-capping)",
     )
 

@@ -34,12 +34,12 @@ class VocabularyPart:
 
     def log_norm(self, logits: torch.Tensor) -> torch.Tensor:
         """(N,) from the (N, V) logits of this part: the logarithm of the sum of exponentials over all parts."""
-        own = torch.logsumexp(logits, dim=1)
+        norm = torch.logsumexp(logits, dim=1)
         if self.group is None:
-            return own
-        largest = own.clone()
+            return norm
+        largest = norm.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return largest + self.sum((own - largest).exp()).log()
+        return largest + self.sum((norm - largest).exp()).log()
 
     def own(self, ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The places of token ids in this part of `size` tokens, and which of them are in it (None: all). The place of
@@ -81,7 +81,7 @@ class OutputLayer:
         weight, bias, part = layer.weight, layer.bias, WHOLE
         if is_sharded(weight):
             mesh = weight.device_mesh
-            own = weight.to_local()
-            part = VocabularyPart(mesh.get_local_rank() * len(own), mesh.get_group())
-            weight, bias = own, bias.to_local() if is_sharded(bias) else bias
+            local = weight.to_local()
+            part = VocabularyPart(mesh.get_local_rank() * len(local), mesh.get_group())
+            weight, bias = local, bias.to_local() if is_sharded(bias) else bias
         return cls(weight.to(dtype), None if bias is None else bias.to(dtype), temperature, precision, part)

@@ -99,9 +99,9 @@ class Vision:
             return torch.arange(len(tokens)).expand(4, -1)
         ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
         kinds = torch.zeros_like(ids, dtype=torch.int32)
-        grids = torch.cat([each["image_grid_thw"].cpu() for each in pixels])
+        grids = torch.cat([image["image_grid_thw"].cpu() for image in pixels])
         merged = int(cast(Any, self.base.config).vision_config.spatial_merge_size) ** 2
-        _check_counts([len(place) for place in places], [int(each) // merged for each in grids.prod(1)])
+        _check_counts([len(place) for place in places], [int(patches) // merged for patches in grids.prod(1)])
         if any(a[-1] + 1 == b[0] for a, b in pairwise(places)):
             raise DataError(
                 "positions of consecutive images",
@@ -136,14 +136,14 @@ class Vision:
         joined = join_pixels(images.pixels)
         moved = {name: sent(x, device).to(dtype if x.is_floating_point() else None) for name, x in joined.items()}
         output = cast(Any, self.base).get_image_features(**moved, return_dict=True)
-        made = [len(each) for each in output.pooler_output]
-        if len(made) != len(images.pixels):  # one entry for all of them: each tile has as many features
-            tiles = [each["pixel_values"].shape[self.family.axis] for each in images.pixels]
-            made = [sum(made) * each // sum(tiles) for each in tiles]
+        counts = [len(features) for features in output.pooler_output]
+        if len(counts) != len(images.pixels):  # one entry for all of them: each tile has as many features
+            tiles = [image["pixel_values"].shape[self.family.axis] for image in images.pixels]
+            counts = [sum(counts) * count // sum(tiles) for count in tiles]
         if images.counts:
-            _check_counts(list(images.counts), made)
+            _check_counts(list(images.counts), counts)
         deep = getattr(output, "deepstack_features", None) or ()
-        return torch.cat(list(output.pooler_output)), *(torch.cat(list(each)) for each in deep)
+        return torch.cat(list(output.pooler_output)), *(torch.cat(list(layer)) for layer in deep)
 
     def decoder_inputs(self, tokens: torch.Tensor, features: Features, places: torch.Tensor) -> dict[str, Any]:
         """The arguments of the decoder for `tokens` (B, L) with features at the N row-major `places`.
@@ -153,16 +153,16 @@ class Vision:
         """
         embeds = cast(nn.Module, self.decoder.get_input_embeddings())(tokens)
         if not len(places):
-            anchor = sum((0.0 * each.sum() for each in features), torch.zeros((), device=embeds.device))
+            anchor = sum((0.0 * feature.sum() for feature in features), torch.zeros((), device=embeds.device))
             return {"inputs_embeds": embeds + anchor.to(embeds.dtype)}
         whole = embeds.flatten(0, 1).index_copy(0, places, features[0].to(embeds.dtype)).view_as(embeds)
         if len(features) == 1:
             return {"inputs_embeds": whole}
-        shown = torch.zeros(tokens.numel(), dtype=torch.bool, device=tokens.device)
-        shown[places] = True
+        is_image = torch.zeros(tokens.numel(), dtype=torch.bool, device=tokens.device)
+        is_image[places] = True
         return {
             "inputs_embeds": whole,
-            "visual_pos_masks": shown.view(tokens.shape),
+            "visual_pos_masks": is_image.view(tokens.shape),
             "deepstack_visual_embeds": list(features[1:]),
         }
 

@@ -84,10 +84,10 @@ class Images:
     def read(self, media: Media) -> ImageInput:
         """Tokens and pixels of one image. Raises DataError for other media, and for damaged or too large images."""
         with self._lock:
-            known = self._cache.get(media.sha256)
-            if known is not None:
+            entry = self._cache.get(media.sha256)
+            if entry is not None:
                 self._cache.move_to_end(media.sha256)
-                return known
+                return entry
         computed = self._compute(media)
         with self._lock:
             if self._cache.setdefault(media.sha256, computed) is computed:  # else another thread was faster
@@ -146,11 +146,11 @@ def images_of(model_dir: str | Path, *, max_pixels: int = MAX_PIXELS) -> Images 
 def check_processor(images: Images, model_dir: str | Path) -> None:
     """Raises ConfigError if a processor reads images in another way than that of the model directory, which rollout
     engines and training ranks use."""
-    own = images_of(model_dir)
-    if own is None or not own.equals(images):
+    saved = images_of(model_dir)
+    if saved is None or not saved.equals(images):
         raise ConfigError(
             f"the processor of the model {model_dir}",
-            "the model has none" if own is None else "the given processor reads images differently",
+            "the model has none" if saved is None else "the given processor reads images differently",
             "save it there (processor.save_pretrained), or pass the model's own: hf_processor(model path)",
         )
 

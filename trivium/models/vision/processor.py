@@ -71,21 +71,21 @@ def _load(name: str, options: dict[str, Any]) -> Any:
     from transformers import AutoProcessor
 
     reads_videos = find_spec("torchvision") and options.get("backend") != "pil"  # the PIL form reads no videos
-    known = None if reads_videos else _processor_class(name, options)
-    if known is None or "video_processor" not in known.get_attributes():
+    kind = None if reads_videos else _processor_class(name, options)
+    if kind is None or "video_processor" not in kind.get_attributes():
         return AutoProcessor.from_pretrained(name, **options)
-    return _images_only(known).from_pretrained(name, **options)
+    return _images_only(kind).from_pretrained(name, **options)
 
 
-def _images_only(known: Any) -> Any:
+def _images_only(kind: Any) -> Any:
     """A subclass of a processor class without the video processor."""
 
     def get_attributes(cls: Any) -> list[str]:
-        return [part for part in known.get_attributes() if part != "video_processor"]
+        return [part for part in kind.get_attributes() if part != "video_processor"]
 
     def parts(cls: Any, name: str, processor_dict: Any = None, **options: Any) -> list[Any]:
-        loaded = known._get_arguments_from_pretrained.__func__(cls, name, processor_dict, **options)
-        loaded.insert(known.get_attributes().index("video_processor"), None)
+        loaded = kind._get_arguments_from_pretrained.__func__(cls, name, processor_dict, **options)
+        loaded.insert(kind.get_attributes().index("video_processor"), None)
         return loaded
 
     methods = {
@@ -93,7 +93,7 @@ def _images_only(known: Any) -> Any:
         "_get_arguments_from_pretrained": classmethod(parts),
         "video_processor": _NoVideos(),
     }
-    return type(known.__name__, (known,), methods)
+    return type(kind.__name__, (kind,), methods)
 
 
 class _NoVideos:

@@ -121,11 +121,11 @@ def _plan(
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     mapping: list[Any] = get_model_conversion_mapping(module)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix, names = module.base_model_prefix, cast(dict[str, Any], slots)
-    plain, made = list[_Sources](), dict[str, tuple[_Sources, WeightConverter]]()
+    plain, converted = list[_Sources](), dict[str, tuple[_Sources, WeightConverter]]()
     for key in sorted(entries, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, names)
         if name not in slots and key in slots:
@@ -135,13 +135,13 @@ def _plan(
         if pattern is None:
             plain.append([(name, key)])
             continue
-        sources, converter = made.setdefault(name, ([], deepcopy(by_pattern[pattern])))
+        sources, converter = converted.setdefault(name, ([], deepcopy(by_pattern[pattern])))
         sources.append((name, key))
         converter.add_tensor(name, key, pattern, cast(Any, key))
-    used: Any = [each for each in mapping if each.was_used()]
+    used: Any = [rule for rule in mapping if rule.was_used()]
     module._weight_conversions = used
     yield from ((sources, None) for sources in plain)
-    yield from made.values()
+    yield from converted.values()
 
 
 # --------------------------------------------------------------------------- reading
@@ -176,8 +176,8 @@ def _converted(
         for place, key in enumerate(keys):
             keys[place] = whole = torch.empty(source.entries[key].shape, dtype=slots[name].tensor.dtype)
             source.copy_rows(key, 0, whole)
-    made: Mapping[str, Any] = converter.convert(name, model=module, config=module.config)
-    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+    tensors: Mapping[str, Any] = converter.convert(name, model=module, config=module.config)
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in tensors.items()}
 
 
 def _place(slot: _Slot, device: torch.device, copy_rows: CopyRows) -> None:
@@ -229,7 +229,7 @@ def _compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
             continue
         for attribute in empty:
             owner._buffers[attribute] = torch.full_like(cast(torch.Tensor, owner._buffers[attribute]), 0, device=device)
-        above = max((each for each in models if not each or f"{name}.".startswith(f"{each}.")), key=len)
+        above = max((path for path in models if not path or f"{name}.".startswith(f"{path}.")), key=len)
         models[above]._init_weights(owner)
         models[above]._init_weights(models[above])  # Falcon-H1 computes the buffers of its layers there
 
@@ -259,18 +259,18 @@ def read_part(tensor: torch.Tensor | None, copy_rows: CopyRows, into: torch.Tens
     if tensor is None or not is_sharded(tensor):
         copy_rows(0, into)
         return into
-    own = [_own_indices(tensor, axis) for axis in range(tensor.dim())]
-    first = int(own[0][0]) if len(own[0]) else 0
-    rows = int(own[0][-1]) + 1 - first if len(own[0]) else 0
-    if rows == len(own[0]) and [*map(len, own[1:])] == [*tensor.shape[1:]]:
+    by_axis = [_own_indices(tensor, axis) for axis in range(tensor.dim())]
+    first = int(by_axis[0][0]) if len(by_axis[0]) else 0
+    rows = int(by_axis[0][-1]) + 1 - first if len(by_axis[0]) else 0
+    if rows == len(by_axis[0]) and [*map(len, by_axis[1:])] == [*tensor.shape[1:]]:
         copy_rows(first, into)
         return into
-    read = into.new_empty(rows, *tensor.shape[1:])
-    copy_rows(first, read)
-    for axis, indices in enumerate([own[0] - first, *own[1:]]):
-        if len(indices) < read.shape[axis]:
-            read = read.index_select(axis, indices.to(read.device))
-    return into.copy_(read)
+    buffer = into.new_empty(rows, *tensor.shape[1:])
+    copy_rows(first, buffer)
+    for axis, indices in enumerate([by_axis[0] - first, *by_axis[1:]]):
+        if len(indices) < buffer.shape[axis]:
+            buffer = buffer.index_select(axis, indices.to(buffer.device))
+    return into.copy_(buffer)
 
 
 def _own_indices(tensor: DTensor, axis: int) -> torch.Tensor:

@@ -71,7 +71,7 @@ def _convert(file: Path, directory: Path) -> None:
     try:
         with _parsed_once():
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
-            read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
     # What transformers and gguf raise for unknown formats, and for a file that is cut off.
     except (NotImplementedError, ValueError, KeyError, struct.error) as error:
         raise DataError(
@@ -80,13 +80,13 @@ def _convert(file: Path, directory: Path) -> None:
             "give a whole file in another quantization (Q4_0, Q4_K, Q6_K, Q8_0, F16), or a Hugging Face directory",
         ) from error
     # The weights are plain numbers now, but save_pretrained refuses a model whose config names a quantization.
-    config: Any = read.config
+    config: Any = model.config
     del config.quantization_config
     with torch.device("meta"):  # no random weights, which are replaced
-        plain = type(read)(config)
-    plain.load_state_dict(read.state_dict(), assign=True)
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
-    plain.generation_config = read.generation_config
+    plain.generation_config = model.generation_config
     plain.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

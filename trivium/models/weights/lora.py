@@ -388,9 +388,11 @@ def _set(part: nn.ModuleDict, device: torch.device, copy_rows: CopyRows) -> None
 
 
 def _fill(module: nn.Module, directory: Path, device: torch.device) -> None:
-    source, own = SafetensorsFiles([directory / ADAPTER_WEIGHTS]), adapter_parameters(module)
+    source, parameters = SafetensorsFiles([directory / ADAPTER_WEIGHTS]), adapter_parameters(module)
     saved = {name: entry.shape for name, entry in source.entries.items()}
-    wrong = sorted(own.keys() ^ saved.keys()) or [name for name in own if tuple(own[name].shape) != saved[name]]
+    wrong = sorted(parameters.keys() ^ saved.keys()) or [
+        name for name in parameters if tuple(parameters[name].shape) != saved[name]
+    ]
     if wrong:
         raise TriviumError(
             f"start from the adapter {directory}",

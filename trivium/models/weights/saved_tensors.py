@@ -170,12 +170,12 @@ class PickledFiles:
     def __init__(self, paths: Sequence[Path], device: torch.device | None) -> None:
         self._paths, self._device = paths, device
         self._first = device is None or dist.get_rank() == 0
-        known: list[Any] = [None]  # only the first rank reads `_tensors`, which unpickles the files
+        headers: list[Any] = [None]  # only the first rank reads `_tensors`, which unpickles the files
         if self._first:
-            known = [{name: (tuple(t.shape), t.dtype, path) for name, (t, path) in self._tensors.items()}]
+            headers = [{name: (tuple(t.shape), t.dtype, path) for name, (t, path) in self._tensors.items()}]
         if device is not None:
-            dist.broadcast_object_list(known, src=0)
-        self.entries: Mapping[str, Entry] = {name: Entry(*entry) for name, entry in known[0].items()}
+            dist.broadcast_object_list(headers, src=0)
+        self.entries: Mapping[str, Entry] = {name: Entry(*entry) for name, entry in headers[0].items()}
 
     @cached_property
     def _tensors(self) -> dict[str, tuple[torch.Tensor, Path]]:
@@ -213,14 +213,13 @@ def _header(path: Path, file: FileIO) -> dict[str, Entry]:
     text = file.read(length)
     entries = dict[str, Entry]()
     try:
-        for name, each in json.loads(text).items():
+        for name, fields in json.loads(text).items():
             if name == "__metadata__":
                 continue
-            named, (first, last) = str(each["dtype"]), each["data_offsets"]
+            named, (first, last) = str(fields["dtype"]), fields["data_offsets"]
             dtype: torch.dtype | str = _TYPES.get(named, named)
-            entry = entries[name] = Entry(tuple(each["shape"]), dtype, path, 8 + length + first)
-            known = dtype if isinstance(dtype, torch.dtype) else None
-            if known is not None and math.prod(entry.shape) * known.itemsize != last - first:
+            entry = entries[name] = Entry(tuple(fields["shape"]), dtype, path, 8 + length + first)
+            if isinstance(dtype, torch.dtype) and math.prod(entry.shape) * dtype.itemsize != last - first:
                 raise ValueError(f"{name} has {last - first} bytes")
             if 8 + length + last > size:
                 raise ValueError(f"{name} lies beyond its end")
@@ -229,5 +228,5 @@ def _header(path: Path, file: FileIO) -> dict[str, Entry]:
     return entries
 
 
-def _damaged(path: Path, found: str) -> DataError:
-    return DataError(f"read {path}", found, "copy the file again")
+def _damaged(path: Path, reason: str) -> DataError:
+    return DataError(f"read {path}", reason, "copy the file again")

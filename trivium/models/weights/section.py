@@ -74,8 +74,8 @@ class LoraConfig(Config):
     def own_problems(self, where: str, layers: int | None) -> Iterator[Problem]:
         """The problems of the section for a model of so many layers, if that is known."""
         if layers is not None and self.layers is not None and self.layers > layers:
-            found = f"the model has {layers}"
-            yield Problem(f"{where}.layers", f"adapters in {self.layers} layers", found, f"set at most {layers}")
+            reason = f"the model has {layers}"
+            yield Problem(f"{where}.layers", f"adapters in {self.layers} layers", reason, f"set at most {layers}")
         if self.path is None:
             return
         changed = sorted({"rank", "alpha", "targets", "exclude", "layers"} & self.model_fields_set)
@@ -94,8 +94,8 @@ class LoraConfig(Config):
         file = Path(self.path or "") / ADAPTER_CONFIG
         dropout = json.loads(file.read_text(encoding="utf-8")).get("lora_dropout") if file.is_file() else None
         if self.path is not None and dropout:
-            found = f"lora_dropout {dropout:g}: it is trained on without dropout"
-            yield Problem(f"{where}.path", f"the adapter {self.path}", found, "nothing: dropout is no weight")
+            reason = f"lora_dropout {dropout:g}: it is trained on without dropout"
+            yield Problem(f"{where}.path", f"the adapter {self.path}", reason, "nothing: dropout is no weight")
 
 
 def largest_rank(section: LoraConfig) -> int:
@@ -108,15 +108,16 @@ def largest_rank(section: LoraConfig) -> int:
 
 def unusable_adapter(directory: Path) -> tuple[str, str, str] | None:
     """Why a directory has no supported adapter: asked, found, do. None if it has one."""
-    asked, do = f"the adapter {directory}", "name a directory that peft's save_pretrained wrote, with plain LoRA in it"
+    adapter = f"the adapter {directory}"
+    do = "name a directory that peft's save_pretrained wrote, with plain LoRA in it"
     if not directory.is_dir():
-        return asked, *absence(directory)
+        return adapter, *absence(directory)
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (directory / name).is_file()]
     if missing:
-        return asked, f"no {missing[0]} there", do
+        return adapter, f"no {missing[0]} there", do
     config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     odd = [name for name, plain in _PLAIN.items() if config.get(name) not in (plain, None, [])]
-    return (asked, f"its {odd[0]} is {config[odd[0]]!r}", do) if odd else None
+    return (adapter, f"its {odd[0]} is {config[odd[0]]!r}", do) if odd else None
 
 
 # --------------------------------------------------------------------------- weights in 8 or 4 bits

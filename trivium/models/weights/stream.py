@@ -71,13 +71,13 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def unique(weights: Weights) -> Iterator[Named]:
     """The stream itself. Raises SyncError for a name that occurs twice."""
-    seen = set[str]()
+    names = set[str]()
     for name, tensor in weights:
-        if name in seen:
+        if name in names:
             raise SyncError(
                 f"offer {name!r}", "it occurs twice", "export every parameter and buffer once, under its own name"
             )
-        seen.add(name)
+        names.add(name)
         yield name, tensor
 
 
