@@ -32,8 +32,8 @@ R = TypeVar("R", bound=Replica)
 
 def named(failed: EngineFailure, name: str) -> EngineFailure:
     """The error of an engine, with the name of its replica added."""
-    shown = "" if name in failed.asked else f" ({name})"
-    return EngineFailure(f"{failed.asked}{shown}", failed.found, failed.do)
+    suffix = "" if name in failed.asked else f" ({name})"
+    return EngineFailure(f"{failed.asked}{suffix}", failed.found, failed.do)
 
 
 async def load_in_time(loading: Awaitable[object], late: Callable[[], str], version: int, deadline_s: float) -> None:

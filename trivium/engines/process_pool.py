@@ -168,20 +168,22 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
     the process that samples them. It is a `StreamingEngine` or a `RestingEngine` if the engine of this process is."""
 
     def __init__(
-        self, own: RolloutEngine, others: Sequence[tuple[str, tuple[str, int]]], key: bytes, deadline_s: float
+        self, engine: RolloutEngine, others: Sequence[tuple[str, tuple[str, int]]], key: bytes, deadline_s: float
     ) -> None:
         """`others` has the (name, address) of each `EngineHost`. All engines must load weights, and go to rest, within
         `deadline_s`."""
         replicas = (_ProcessReplica(name, address, key) for name, address in others)
-        super().__init__([_OwnReplica(own), *replicas])
+        super().__init__([_OwnReplica(engine), *replicas])
         self._deadline_s = deadline_s
-        each = capabilities_of(own)
+        capabilities = capabilities_of(engine)
         # Not `updates_in_flight`: replicas change their weights at different tokens.
-        self.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
-        self.max_context = own.max_context
-        if isinstance(own, StreamingEngine):
+        self.capabilities = Capabilities(
+            exact_sampling=capabilities.exact_sampling, batch_invariant=capabilities.batch_invariant
+        )
+        self.max_context = engine.max_context
+        if isinstance(engine, StreamingEngine):
             self.stream = self._stream
-        if isinstance(own, RestingEngine):
+        if isinstance(engine, RestingEngine):
             self.rest = self._rest
 
     async def _stream(self, request: Request, on_tokens: OnTokens) -> Completion:
@@ -190,15 +192,15 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
             return await replica.stream(request, on_tokens)
 
     async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
-        given = weights if isinstance(weights, DescribedWeights) else await asyncio.to_thread(described, weights)
+        source = weights if isinstance(weights, DescribedWeights) else await asyncio.to_thread(described, weights)
         loadings = {replica: Outgoing() for replica in self.replicas}
 
         async def load_all() -> None:
             loads = [load(replica, loading) for replica, loading in loadings.items()]
-            await gather_or_cancel([*loads, asyncio.to_thread(send_to_all, map(_alone, given), loadings.values())])
+            await gather_or_cancel([*loads, asyncio.to_thread(send_to_all, map(_alone, source), loadings.values())])
 
         async def load(replica: _OwnReplica | _ProcessReplica, loading: Outgoing) -> None:
-            await replica.load(version, tuple(given.tensors), in_flight, loading)
+            await replica.load(version, tuple(source.tensors), in_flight, loading)
             loading.end()
 
         def late() -> list[_OwnReplica | _ProcessReplica]:

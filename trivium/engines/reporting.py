@@ -27,17 +27,17 @@ class TokenReport:
             self.tokens += tokens
             self._on_tokens(tokens, log_probs)
 
-    def end(self, done: Completion) -> Completion:
+    def end(self, completion: Completion) -> Completion:
         """Reports the rest of the completion. Raises RolloutError if it differs from the tokens that were reported."""
-        known = len(self.tokens)
-        if done.tokens[:known].tolist() != self.tokens:
+        num_reported = len(self.tokens)
+        if completion.tokens[:num_reported].tolist() != self.tokens:
             raise RolloutError(
                 "a stream that agrees with its completion",
-                f"the engine's process died after {known} tokens, and the next one sampled others",
+                f"the engine's process died after {num_reported} tokens, and the next one sampled others",
                 "ask again",
             )
-        self.add(done.tokens[known:].tolist(), done.log_prob[known:].tolist())
-        return done
+        self.add(completion.tokens[num_reported:].tolist(), completion.log_prob[num_reported:].tolist())
+        return completion
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:

@@ -113,11 +113,11 @@ class ScriptedEngine:
     async def generate(self, request: Request) -> Completion:
         """The scripted completion. Raises RolloutError for a scripted failure, EngineFailure once broken or closed."""
         self._check_open()
-        left = self.config.max_context - len(request.prompt_tokens)
-        if left < 1 or request.sampling.max_new_tokens < 1:
+        room = self.config.max_context - len(request.prompt_tokens)
+        if room < 1 or request.sampling.max_new_tokens < 1:
             raise RolloutError(
                 "context for a completion",
-                f"{left} tokens of context left, max_new_tokens {request.sampling.max_new_tokens}",
+                f"{room} tokens of context left, max_new_tokens {request.sampling.max_new_tokens}",
                 "shorten the prompt, or raise engine.max_context",
             )
         self.requests.append(request)
@@ -129,18 +129,18 @@ class ScriptedEngine:
                 await self._pause(self._drawn(request, _HANG, self.config.hang_fraction))
                 if self._drawn(request, _FAIL, self.config.fail_fraction):
                     raise RolloutError("a scripted completion", "a scripted failure", "lower engine.fail_fraction")
-                limit = min(left, request.sampling.max_new_tokens)
+                limit = min(room, request.sampling.max_new_tokens)
                 return self._completion(request, limit, [] if self._closed else call.spans)
         finally:
             self._in_flight.discard(call)
 
     async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
         """The scripted completion. Calls `on_tokens` with each token, at the end of `delay_s`."""
-        done = await self.generate(request)
-        for token, log_prob in zip(done.tokens.tolist(), done.log_prob.tolist(), strict=True):
+        completion = await self.generate(request)
+        for token, log_prob in zip(completion.tokens.tolist(), completion.log_prob.tolist(), strict=True):
             on_tokens([token], [log_prob])
             await asyncio.sleep(0)
-        return done
+        return completion
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
         """Adopts a version once everything submitted before has finished, or at once with `update`; keeps the names of
@@ -199,12 +199,12 @@ class ScriptedEngine:
         tokens, versions = list[int](), list[int]()
         for after_s, version in spans:
             part = min(1.0, after_s / self.config.delay_s) if self.config.delay_s else 0.0
-            kept = int(part * len(tokens))  # tokens sampled before these weights were loaded
-            if tokens and kept == len(tokens):
+            num_before = int(part * len(tokens))  # tokens sampled before these weights were loaded
+            if tokens and num_before == len(tokens):
                 break
             script = self._scripted(request, version)
-            rest = script[kept:] or script[-1:]  # with a shorter script, the completion ends at once
-            tokens, versions = [*tokens[:kept], *rest], [*versions[:kept], *[version] * len(rest)]
+            rest = script[num_before:] or script[-1:]  # with a shorter script, the completion ends at once
+            tokens, versions = [*tokens[:num_before], *rest], [*versions[:num_before], *[version] * len(rest)]
         tokens, reason = self._cut(request, tokens, limit) if spans else ([], StopReason.ABORT)
         log_prob = LOG_PROB if request.sampling.temperature > 0 else 0.0
         return Completion(

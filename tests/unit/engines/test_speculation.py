@@ -342,7 +342,9 @@ def test_a_decoder_that_gives_other_bits_verifies_no_drafts(
         assert verifies_drafts(decoder, 512)
         step = decoder.step
         monkeypatch.setattr(
-            decoder, "step", lambda *given, own=None: step(*given, own=own) * (1 if own is None else 1.0001)
+            decoder,
+            "step",
+            lambda *given, cache_rows=None: step(*given, cache_rows=cache_rows) * (1 if cache_rows is None else 1.0001),
         )
         assert not verifies_drafts(decoder, 512)
     assert "engine.speculation is off" in caplog.text

@@ -77,15 +77,15 @@ class EndpointEngine:
             variables: dict[str, Any] = getattr(run.model, "template_variables", {})
             sent = self.extra_body.get("chat_template_kwargs")
             if self.protocol == "chat" and variables and sent != variables:
-                found, do = f"the server renders the prompts, with {sent}", "set them in both places"
-                asked = f"the model.template_variables {variables}"
-                yield Problem(f"{where}.extra_body.chat_template_kwargs", asked, found, do)
+                reason, do = f"the server renders the prompts, with {sent}", "set them in both places"
+                expected = f"the model.template_variables {variables}"
+                yield Problem(f"{where}.extra_body.chat_template_kwargs", expected, reason, do)
             if self.update_urls and self.update_dir is None:
                 do = "name a directory that the servers can read"
                 yield Problem(f"{where}.update_dir", "weights for update_urls", "update_dir is not set", do)
             if self.update_urls and self.protocol != "tokens":
-                found, do = "it returns text, and training needs the sampled tokens", "use protocol tokens"
-                yield Problem(f"{where}.protocol", "protocol chat with update_urls", found, do)
+                reason, do = "it returns text, and training needs the sampled tokens", "use protocol tokens"
+                yield Problem(f"{where}.protocol", "protocol chat with update_urls", reason, do)
 
         def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             explored = capabilities_of(resolve("buffers", run.buffer.kind)).explored
@@ -210,14 +210,14 @@ class EndpointEngine:
     async def _check_for_training(self) -> None:
         """Raises ConfigError if the endpoint does not return what training needs."""
         prompt, sampling = np.array([min(self._eos, default=1)], np.int32), Sampling(1, top_k=1)
-        asked = f"train with the endpoint {self.config.urls[0]}"
+        purpose = f"train with the endpoint {self.config.urls[0]}"
         try:
-            done = await self._ask(Request(prompt, sampling, SampleKey(0, "endpoint", "", "")))
+            completion = await self._ask(Request(prompt, sampling, SampleKey(0, "endpoint", "", "")))
         except (EndpointError, EngineFailure) as error:
-            raise ConfigError(asked, error.found, error.do) from error
-        if (log_prob := float(done.log_prob[0])) < -_RAW:
+            raise ConfigError(purpose, error.found, error.do) from error
+        if (log_prob := float(completion.log_prob[0])) < -_RAW:
             raise ConfigError(
-                asked,
+                purpose,
                 f"a log-probability of {log_prob:.3g} although only one token could be sampled: it does not describe "
                 f"the sampled distribution",
                 "start vLLM with --logprobs-mode processed_logprobs",

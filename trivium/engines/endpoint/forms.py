@@ -67,12 +67,12 @@ def read_tokens(
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise client.malformed(url, f"token_ids: {described(tokens)}, where a list of token ids is wanted", _DO)
     if not isinstance(numbers, list) or len(numbers) != len(tokens) or not all(map(_is_log_prob, numbers)):
-        found = f"logprobs.token_logprobs: {described(numbers)}, where {len(tokens)} numbers of at most 0 are wanted"
-        raise client.malformed(url, found, _DO)
-    read = choice.get("prompt_token_ids")
-    if read is not None and read != request.prompt_tokens.tolist():
-        found = "prompt_token_ids that differ from the ids of the request"
-        raise client.malformed(url, found, "serve the model that model.path names, without adding special tokens")
+        problem = f"logprobs.token_logprobs: {described(numbers)}, where {len(tokens)} numbers of at most 0 are wanted"
+        raise client.malformed(url, problem, _DO)
+    prompt_ids = choice.get("prompt_token_ids")
+    if prompt_ids is not None and prompt_ids != request.prompt_tokens.tolist():
+        problem = "prompt_token_ids that differ from the ids of the request"
+        raise client.malformed(url, problem, "serve the model that model.path names, without adding special tokens")
     limit = request.sampling.max_new_tokens
     if not 1 <= len(tokens) <= limit:
         raise client.malformed(url, f"{len(tokens)} tokens, where 1 to {limit} are wanted", "see why the service ends")

@@ -91,10 +91,10 @@ def _bags(mask: Tensor, values: Tensor, heads: int) -> Bags:
     """The places that query heads attend to in the `_table` of values [B, K, S, D], from their mask."""
     batch, key_heads, width, size = values.shape
     # A masked key has the weight 0. Its place is that of the first key, which is read anyway.
-    seen = torch.arange(width).masked_fill(mask[:, :, 0] < 0, 0)
+    keys = torch.arange(width).masked_fill(mask[:, :, 0] < 0, 0)
     head = torch.arange(heads) // (heads // key_heads) * (values.stride(1) // size)
     first = torch.arange(batch)[:, None] * (values.stride(0) // size) + head
-    return Bags.of(first[..., None] + seen)
+    return Bags.of(first[..., None] + keys)
 
 
 def _table(values: Tensor) -> Tensor:

@@ -127,8 +127,10 @@ class Batch:
         self._span = max(self._span, int(rows.max()) + 1)
         longest = (self._rows.position + self._rows.limit - self._rows.count)[self._rows.occupied].max()
         self._decoder.place(prefixes, rows.tolist(), int(longest))
-        sampled, log_prob, kept = self._drawn(torch.stack([prefix.logits for prefix in prefixes]), self._sampling(rows))
-        self._keep(rows, _kept_by_row(kept))
+        sampled, log_prob, candidates = self._drawn(
+            torch.stack([prefix.logits for prefix in prefixes]), self._sampling(rows)
+        )
+        self._keep(rows, _kept_by_row(candidates))
         return self._append(rows, sampled, log_prob, version)
 
     def step(self, version: int) -> list[tuple[Ticket, Any]]:
@@ -152,9 +154,9 @@ class Batch:
             ahead,
             lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
         )
-        sampled, log_prob, kept = self._joined(parts)
+        sampled, log_prob, candidates = self._joined(parts)
         rows = np.flatnonzero(self._rows.occupied)
-        self._keep(np.arange(size), kept)
+        self._keep(np.arange(size), candidates)
         if self._decoder.recorder is not None:
             self._record(rows, self._decoder.recorder.take(size, 1))
         self._rows.position[rows] += 1
@@ -189,50 +191,52 @@ class Batch:
         """
         rows = np.flatnonzero(self._rows.occupied)
         drafts = [drafted.get(row, ()) for row in rows.tolist()]
-        lengths = np.array([1 + len(each) for each in drafts])
+        lengths = np.array([1 + len(draft) for draft in drafts])
         first = np.cumsum(lengths) - lengths
         number = int(lengths.sum())
         # The step is padded with copies of its last row.
         which = np.minimum(np.arange(bucket(number)), number - 1)
-        own = np.repeat(rows, lengths)[which]
+        owners = np.repeat(rows, lengths)[which]
         depth = (np.arange(number) - np.repeat(first, lengths))[which]
         tokens = np.empty(number, np.int64)
         for start, row, draft in zip(first.tolist(), rows.tolist(), drafts, strict=True):
             tokens[start] = self._rows.next[row]
             tokens[start + 1 : start + 1 + len(draft)] = draft
-        how = self._sampling(own, depth)
-        sampled, log_prob, kept = self._joined(
+        how = self._sampling(owners, depth)
+        sampled, log_prob, candidates = self._joined(
             self._decoder.step_parts(
                 tokens[which],
-                self._rows.position[own] + depth,
-                self._rows.ahead[own] if self._rows.ahead[own].any() else None,
+                self._rows.position[owners] + depth,
+                self._rows.ahead[owners] if self._rows.ahead[owners].any() else None,
                 lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
-                own,
+                owners,
             )
         )
-        right = sampled[: number - 1] == tokens[1:]
-        sure = [
-            1 + (int(wrong[0]) if len(wrong := np.flatnonzero(~right[start : start + length - 1])) else length - 1)
+        agreement = sampled[: number - 1] == tokens[1:]
+        num_valid = [
+            1 + (int(wrong[0]) if len(wrong := np.flatnonzero(~agreement[start : start + length - 1])) else length - 1)
             for start, length in zip(first.tolist(), lengths.tolist(), strict=True)
         ]
         counts.drafted += number - len(rows)
         tickets = [self.tickets[row] for row in rows.tolist()]
-        done = []
-        for place in range(max(sure)):
-            going = [i for i, row in enumerate(rows.tolist()) if place < sure[i] and self.tickets[row] is tickets[i]]
+        finished = []
+        for place in range(max(num_valid)):
+            going = [
+                i for i, row in enumerate(rows.tolist()) if place < num_valid[i] and self.tickets[row] is tickets[i]
+            ]
             if not going:
                 break
             counts.accepted += len(going) if place else 0
             chosen = first[going] + place
-            self._keep(rows[going], [kept[each] for each in chosen.tolist()] if kept else [])
+            self._keep(rows[going], [candidates[index] for index in chosen.tolist()] if candidates else [])
             self._rows.position[rows[going]] += 1
-            done += self._append(rows[going], sampled[chosen], log_prob[chosen], version)
-        return done
+            finished += self._append(rows[going], sampled[chosen], log_prob[chosen], version)
+        return finished
 
     def take_streamed(self) -> list[tuple[Ticket, int, float]]:
         """The tokens that rows with `on_tokens` were given since the last call, with their log-probabilities."""
-        taken, self._streamed = self._streamed, []
-        return taken
+        tokens, self._streamed = self._streamed, []
+        return tokens
 
     def drop_cancelled(self) -> None:
         """Frees the rows whose calls were cancelled."""
@@ -264,22 +268,31 @@ class Batch:
     ) -> tuple[npt.NDArray[np.float64], RowSampling]:
         """The random number of each row's next token, or of one that comes so much `later`, and how it is sampled."""
         count = self._rows.count[rows] + later
-        kept = (self._rows.temperature[rows], self._rows.top_p[rows], self._rows.top_k[rows], self._rows.min_p[rows])
-        how = RowSampling(*kept, count < self._rows.min_new[rows], self._eos)
+        parameters = (
+            self._rows.temperature[rows],
+            self._rows.top_p[rows],
+            self._rows.top_k[rows],
+            self._rows.min_p[rows],
+        )
+        how = RowSampling(*parameters, count < self._rows.min_new[rows], self._eos)
         return uniforms(self._rows.digest[rows], count), how
 
     def _drawn(self, logits: Tensor, how: tuple[npt.NDArray[np.float64], RowSampling]) -> _Drawn:
         """Tokens and log-probabilities of some rows, and the tokens they were sampled among if any row requests it."""
-        kept: list[Kept] | None = [] if self._rows.keeps.any() else None
-        sampled, log_prob = on_host(*sample(logits, *how, kept))
-        return sampled, log_prob, kept or []
+        candidates: list[Kept] | None = [] if self._rows.keeps.any() else None
+        sampled, log_prob = on_host(*sample(logits, *how, candidates))
+        return sampled, log_prob, candidates or []
 
     def _joined(
         self, parts: Sequence[_Drawn]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], list[tuple[int, npt.NDArray[np.int64]]]]:
         """What the parts of a step drew: tokens, log-probabilities, and the kept tokens of each row if requested."""
-        sampled, log_prob, kept = zip(*parts, strict=True)
-        return np.concatenate(sampled), np.concatenate(log_prob), [pair for part in kept for pair in _kept_by_row(part)]
+        sampled, log_prob, candidates = zip(*parts, strict=True)
+        return (
+            np.concatenate(sampled),
+            np.concatenate(log_prob),
+            [pair for part in candidates for pair in _kept_by_row(part)],
+        )
 
     def _append(
         self,
@@ -308,9 +321,9 @@ class Batch:
             if ticket is not None and ticket.routing:
                 ticket.routing.append(routing[row])
 
-    def _keep(self, rows: npt.NDArray[np.int64], kept: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> None:
+    def _keep(self, rows: npt.NDArray[np.int64], candidates: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> None:
         """Records the tokens that each row was just sampled among, if requested."""
-        for row, (count, ids) in zip(rows.tolist(), kept, strict=False):
+        for row, (count, ids) in zip(rows.tolist(), candidates, strict=False):
             ticket = self.tickets[row] if self._rows.keeps[row] else None
             if ticket is not None:
                 ticket.kept.append(ids.astype(self._id_type))
@@ -321,11 +334,11 @@ class Batch:
         stopped = np.zeros(len(rows), np.bool_)
         for i in np.flatnonzero(self._rows.scanned[rows]).tolist():
             eos[i], stopped[i] = self._ends(int(rows[i]), int(sampled[i]), bool(eos[i]))
-        done = []
+        finished = []
         for i in np.flatnonzero(eos | full | stopped).tolist():
             reason = StopReason.EOS if eos[i] else StopReason.STOP if stopped[i] else StopReason.LENGTH
-            done.append(self._finish(int(rows[i]), reason))
-        return done
+            finished.append(self._finish(int(rows[i]), reason))
+        return finished
 
     def _ends(self, row: int, token: int, eos: bool) -> tuple[bool, bool]:
         """Whether the row's last token ends its turn, and else whether it completes a stop string."""
@@ -372,8 +385,8 @@ class Batch:
         self._span = self._live
 
 
-def _kept_by_row(kept: Sequence[Kept]) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    return [pair for part in kept for pair in zip(part.counts.tolist(), part.rows(), strict=True)]
+def _kept_by_row(candidates: Sequence[Kept]) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    return [pair for part in candidates for pair in zip(part.counts.tolist(), part.rows(), strict=True)]
 
 
 def _extra(ticket: Ticket, count: int) -> dict[str, AnyArray]:

@@ -177,7 +177,7 @@ class Decoder:
         tokens = sent(ids, self.device)
         last = [len(prompt) - 1 for prompt in prompts] + [0] * (number - len(prompts))
         ends = sent(np.array(last), self.device)
-        seen = self._seen(tokens, images)
+        embedded = self._seen(tokens, images)
         cache = StatefulPromptCache(length, ends) if self.recurrent else PromptCache(length)
         logits, routing = None, list[AnyArray]()
         self._hidden = [] if scored else None
@@ -192,12 +192,12 @@ class Decoder:
             mask = None if self.reads_whole else self._mask(positions[:, None], pages(end))[None, None]
             self._last = (ends - start).clamp_(0, end - start - 1)
             inputs = {"input_ids": tokens[:, start:end], "position_ids": positions[None]}
-            logits = self._forward(inputs if seen is None else seen.chunk(start, end), mask, cache)
+            logits = self._forward(inputs if embedded is None else embedded.chunk(start, end), mask, cache)
             if self.recorder is not None:
                 routing.append(self.recorder.take(number, end - start))
         self._last = None
         assert logits is not None
-        ahead = [0] * len(prompts) if seen is None else seen.ahead
+        ahead = [0] * len(prompts) if embedded is None else embedded.ahead
         chosen = np.concatenate(routing, 1) if routing else None
         scores: Sequence[AnyArray | None] = [None] * len(prompts)
         if self._hidden is not None:
@@ -251,12 +251,12 @@ class Decoder:
         tokens: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         ahead: npt.NDArray[np.int64] | None = None,
-        own: npt.NDArray[np.int64] | None = None,
+        cache_rows: npt.NDArray[np.int64] | None = None,
     ) -> Tensor:
         """Logits [R, V] in float32 after each row's token, which is written at the row's position. `ahead` is added to
-        the rotary position (`Prefix.ahead`); None adds nothing. `own`: the row of the cache of each token, in ascending
-        order; several tokens of one row are at positions that follow one another."""
-        return torch.cat(self.step_parts(tokens, positions, ahead, lambda logits, _: logits, own))
+        the rotary position (`Prefix.ahead`); None adds nothing. `cache_rows`: the row of the cache of each token, in
+        ascending order; several tokens of one row are at positions that follow one another."""
+        return torch.cat(self.step_parts(tokens, positions, ahead, lambda logits, _: logits, cache_rows))
 
     def step_parts(
         self,
@@ -264,7 +264,7 @@ class Decoder:
         positions: npt.NDArray[np.int64],
         ahead: npt.NDArray[np.int64] | None,
         use: Callable[[Tensor, slice], Result],
-        own: npt.NDArray[np.int64] | None = None,
+        cache_rows: npt.NDArray[np.int64] | None = None,
     ) -> list[Result]:
         """As `step`, in parts: the results of `use(logits, rows)` for consecutive slices of the rows. `use` may be
         called from several threads at once."""
@@ -274,7 +274,7 @@ class Decoder:
         ids = sent(tokens, self.device)
         if self.graphs is not None:
             return [use(self.graphs(ids, where, embedded, graph_width(width)), slice(0, len(ids)))]
-        rows = self.rows.begin(where, width, None if own is None else torch.from_numpy(own))
+        rows = self.rows.begin(where, width, None if cache_rows is None else torch.from_numpy(cache_rows))
         if self.layers is not None:
             self.layers.prepare(width)
         if self.workers is None or self.layers is None:
@@ -283,7 +283,8 @@ class Decoder:
         size = -(-len(ids) // workers)
         cuts = range(size, len(ids), size)
         parts = [
-            slice(first, end) for first, end in pairwise([0, *(cuts if own is None else _between(own, cuts)), len(ids)])
+            slice(first, end)
+            for first, end in pairwise([0, *(cuts if cache_rows is None else _between(cache_rows, cuts)), len(ids)])
         ]
 
         @torch.inference_mode()
@@ -313,7 +314,7 @@ class Decoder:
         """
         if not isinstance(weights, DescribedWeights):
             weights = described([(name, torch.as_tensor(value)) for name, value in _read(weights)])
-        if is_adapter((each.name, each) for each in weights.tensors):
+        if is_adapter((spec.name, spec) for spec in weights.tensors):
             self._add(received_adapter(dict(_read(weights)), self.model))
         else:
             self._replace(weights.tensors, _read(weights))
@@ -323,7 +324,7 @@ class Decoder:
 
     def _add(self, adapter: Mapping[str, LowRank]) -> None:
         """Sets the weights to the base model plus this adapter, independent of earlier loads."""
-        own = self.model.state_dict(keep_vars=True)
+        state = self.model.state_dict(keep_vars=True)
         if not (self._is_base and adapter.keys() <= self._base.keys()):
             # From disk: its dtype may be more precise than the engine's.
             base = load_lm(self._model_dir, dtype="auto", attention=None).state_dict()
@@ -336,27 +337,27 @@ class Decoder:
         self.is_whole = False
         for name, weight in self._base.items():  # one at a time, so that only one merged layer is in memory
             value = merged(weight.to(self.device), adapter[name]) if name in adapter else weight
-            own[name].data.copy_(value)
-            _compare(name, value, own[name].data, name)
+            state[name].data.copy_(value)
+            _compare(name, value, state[name].data, name)
 
-    def _replace(self, given: Sequence[TensorSpec], weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = self.model.state_dict(keep_vars=True)
-        _check_fit(given, own, type(self.model).__name__)
-        left, written = {each.name for each in given}, dict[int, list[tuple[int, int, str]]]()
+    def _replace(self, specs: Sequence[TensorSpec], weights: Iterable[tuple[str, Tensor]]) -> None:
+        state = self.model.state_dict(keep_vars=True)
+        _check_fit(specs, state, type(self.model).__name__)
+        missing, written = {spec.name for spec in specs}, dict[int, list[tuple[int, int, str]]]()
         for name, value in weights:
-            if name not in left or value.shape != own[name].shape:
+            if name not in missing or value.shape != state[name].shape:
                 raise Unread(f"{name} {tuple(value.shape)}, which the description of the version does not list")
-            left.remove(name)
+            missing.remove(name)
             self.is_whole = self._is_base = False
-            target = own[name].data
+            target = state[name].data
             value = value.to(target.device, target.dtype)
             if earlier := _overwritten(name, target, written):
                 _compare(name, value, target, earlier)
             target.copy_(value)
             _compare(name, value, target, name)
             del value  # free it before the next one is read
-        if left:
-            raise Unread(f"{len(left)} tensors are missing, first {min(left)}")
+        if missing:
+            raise Unread(f"{len(missing)} tensors are missing, first {min(missing)}")
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
@@ -388,11 +389,11 @@ class Decoder:
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
 
 
-def _between(own: npt.NDArray[np.int64], cuts: Iterable[int]) -> list[int]:
+def _between(cache_rows: npt.NDArray[np.int64], cuts: Iterable[int]) -> list[int]:
     """The cuts, moved so that all tokens of a row of the cache are computed by the thread that writes what they see.
     No part has a single token, whose bits differ."""
-    changes = np.flatnonzero(np.diff(own)) + 1
-    changes = changes[(changes > 1) & (changes < len(own) - 1)]
+    changes = np.flatnonzero(np.diff(cache_rows)) + 1
+    changes = changes[(changes > 1) & (changes < len(cache_rows) - 1)]
     near = {int(changes[np.abs(changes - cut).argmin()]) for cut in cuts} if len(changes) else set[int]()
     return [cut for before, cut in pairwise([0, *sorted(near)]) if cut - before > 1]
 
@@ -409,17 +410,17 @@ def _read(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
         raise Unread(f"{type(error).__name__}: {error}") from error
 
 
-def _check_fit(given: Sequence[TensorSpec], own: Mapping[str, Tensor], model: str) -> None:
+def _check_fit(specs: Sequence[TensorSpec], state: Mapping[str, Tensor], model: str) -> None:
     """Raises SyncError unless the names and shapes are exactly those of the model."""
-    names = {each.name for each in given}
-    covered = {_place(own[name]) for name in names if name in own}
+    names = {spec.name for spec in specs}
+    covered = {_place(state[name]) for name in names if name in state}
     problems = {
-        "missing": [name for name in own if name not in names and _place(own[name]) not in covered],
-        "unexpected": [each.name for each in given if each.name not in own],
+        "missing": [name for name in state if name not in names and _place(state[name]) not in covered],
+        "unexpected": [spec.name for spec in specs if spec.name not in state],
         "of another shape": [
-            f"{each.name} {each.shape} instead of {tuple(own[each.name].shape)}"
-            for each in given
-            if each.name in own and each.shape != tuple(own[each.name].shape)
+            f"{spec.name} {spec.shape} instead of {tuple(state[spec.name].shape)}"
+            for spec in specs
+            if spec.name in state and spec.shape != tuple(state[spec.name].shape)
         ],
     }
     mismatches = [f"{what}: {', '.join(names[:8])} ({len(names)})" for what, names in problems.items() if names]
@@ -451,9 +452,9 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr() if tensor.numel() else id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _compare(name: str, given: Tensor, held: Tensor, loaded: str) -> None:
+def _compare(name: str, expected: Tensor, held: Tensor, loaded: str) -> None:
     """Raises RuntimeError unless the tensor equals the given one, converted to its dtype and device, bit for bit."""
-    pair = [each.contiguous().reshape(-1) for each in (held, given.to(held.device, held.dtype))]
+    pair = [tensor.contiguous().reshape(-1) for tensor in (held, expected.to(held.device, held.dtype))]
     if held.numel() and not torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8)):
         raise RuntimeError(
             f"the model holds a {loaded} that differs from the loaded one (is {name} tied to a different tensor?)"

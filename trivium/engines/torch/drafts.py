@@ -103,10 +103,10 @@ class Follower:
                 self._source, self._agreed = None, 0
                 break
             level, kind = rates[_LEVELS[min(self._agreed, _SURE)]], source.classes[self._place]
-            right = token == source.tokens[self._place]
-            level[kind] += (right - level[kind]) * _RATE_STEP
-            self._place, self._agreed = self._place + 1, self._agreed + 1 if right else 0
-            self._wrong = 0 if right else self._wrong + 1
+            agrees = token == source.tokens[self._place]
+            level[kind] += (agrees - level[kind]) * _RATE_STEP
+            self._place, self._agreed = self._place + 1, self._agreed + 1 if agrees else 0
+            self._wrong = 0 if agrees else self._wrong + 1
         again = self._own.extend(tokens, [_OWN] * len(tokens))
         self.count += len(tokens)
         if self._source is not self._earlier or self._agreed < _GRAM:
@@ -139,8 +139,8 @@ class Follower:
         return chances
 
 
-def _add(text: Text, kept: _Kept) -> None:
-    before, tokens, log_prob = kept
+def _add(text: Text, completion: _Kept) -> None:
+    before, tokens, log_prob = completion
     classes = np.searchsorted(_CLASSES, log_prob, side="right").tolist()
     text.extend([*before, *tokens.tolist()], [_OWN] * len(before) + classes)
 
@@ -166,27 +166,27 @@ class Drafts:
         text = self._texts.get(task)
         if text is None:
             text = self._texts[task] = Text()
-            for kept in self._kept.get(task, ()):
-                _add(text, kept)
+            for completion in self._kept.get(task, ()):
+                _add(text, completion)
         return Follower(prompt, text)
 
     def keep(self, task: _Task, prompt: IntArray, tokens: IntArray, log_prob: FloatArray) -> None:
         """Keeps a completion for later ones of its task."""
         completions = self._kept.setdefault(task, deque())
         self._kept.move_to_end(task)
-        kept = prompt[1 - _GRAM :].tolist(), tokens[-_TASK_TOKENS:], log_prob[-_TASK_TOKENS:]
-        completions.append(kept)
-        self._size += len(kept[1])
+        completion = prompt[1 - _GRAM :].tolist(), tokens[-_TASK_TOKENS:], log_prob[-_TASK_TOKENS:]
+        completions.append(completion)
+        self._size += len(completion[1])
         text = self._texts.get(task)
         if text is not None:
-            _add(text, kept)
+            _add(text, completion)
             if len(text.tokens) > 4 * _TASK_TOKENS:
                 del self._texts[task]  # the next follower gets a new one
-        while len(completions) > _TASK_COMPLETIONS or sum(len(each) for _, each, _ in completions) > _TASK_TOKENS:
+        while len(completions) > _TASK_COMPLETIONS or sum(len(ids) for _, ids, _ in completions) > _TASK_TOKENS:
             self._size -= len(completions.popleft()[1])
         while self._size > _ALL_TOKENS:
             _, dropped = self._kept.popitem(last=False)
-            self._size -= sum(len(each) for _, each, _ in dropped)
+            self._size -= sum(len(ids) for _, ids, _ in dropped)
 
     def advance(self, follower: Follower, tokens: Sequence[int]) -> None:
         """Tells a follower the newest tokens of its completion."""

@@ -76,7 +76,7 @@ class _Waiting:
 
     tickets: deque[Ticket] = field(default_factory=deque)
     images: PromptImages | None = None
-    """The decoded images, once a worker of `_eyes` has read them; None for a prompt without images."""
+    """The decoded images, once a worker of `_image_threads` has read them; None for a prompt without images."""
     prefix: Prefix | None = None
     """The keys and values of the prompt; None until it is read."""
 
@@ -138,7 +138,7 @@ class TorchEngine(DescribedTorchEngine):
         self._awake = threading.Condition()
         self._notifying: asyncio.AbstractEventLoop | None = None
         """The event loop that is scheduled to notify the worker."""
-        self._eyes = ThreadPoolExecutor(2, thread_name_prefix="trivium-images")
+        self._image_threads = ThreadPoolExecutor(2, thread_name_prefix="trivium-images")
         """Threads that read the images of prompts while the worker continues sampling."""
         # Only the worker changes the following attributes, except for `_any_cancelled`.
         self._any_cancelled = False
@@ -210,16 +210,16 @@ class TorchEngine(DescribedTorchEngine):
     async def weights(self) -> list[tuple[str, torch.Tensor]]:
         """Copies of every parameter and persistent buffer, after the loads that were requested before."""
         loop = asyncio.get_running_loop()
-        read = _ReadWeights(loop.create_future())
-        self._submit(read, loop)
-        return await read.future
+        copy_request = _ReadWeights(loop.create_future())
+        self._submit(copy_request, loop)
+        return await copy_request.future
 
     async def close(self) -> None:
         """Ends the worker. Completions in progress return their tokens so far, with `abort`."""
         self._closing = True
         self._notify()
         await asyncio.to_thread(self._thread.join, _CLOSE_S)
-        self._eyes.shutdown(wait=False, cancel_futures=True)
+        self._image_threads.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
             raise EngineFailure(
                 "close the engine",
@@ -242,7 +242,9 @@ class TorchEngine(DescribedTorchEngine):
             if self._failure is not None or self._closing:
                 raise self._failed()
             if isinstance(item, Ticket) and item.request.media:  # computed while the worker continues sampling
-                item.images = self._eyes.submit(self._decoder.look, item.request.prompt_tokens, item.request.media)
+                item.images = self._image_threads.submit(
+                    self._decoder.look, item.request.prompt_tokens, item.request.media
+                )
             self._inbox.append(item)
         # Notifies the worker in the next iteration of the event loop, so that requests of the same one share a batch.
         if self._notifying is not loop:
@@ -391,7 +393,7 @@ class TorchEngine(DescribedTorchEngine):
         budget = self.config.prefill_tokens
         for entry in self._waiting.values():
             if entry.prefix is None:
-                if not self._sees(entry):
+                if not self._wait_for_images(entry):
                     continue
                 length = padded_length(len(entry.tickets[0].request.prompt_tokens))
                 if unread and length > budget:
@@ -416,7 +418,7 @@ class TorchEngine(DescribedTorchEngine):
         if last.tickets and last.prefix is not None:  # some of its requests wait for rows
             last.prefix = last.prefix.alone()
 
-    def _sees(self, entry: _Waiting) -> bool:
+    def _wait_for_images(self, entry: _Waiting) -> bool:
         """Waits for the images of a prompt. Returns False if they cannot be read; all requests of the prompt fail
         then."""
         look = entry.tickets[0].images
@@ -446,18 +448,18 @@ class TorchEngine(DescribedTorchEngine):
         self._waiting = {prompt: entry for prompt, entry in self._waiting.items() if entry.tickets}
         self._backlog = deque(item for item in self._backlog if not item.cancelled)
 
-    def _finish(self, done: Sequence[tuple[Ticket, Completion]]) -> None:
-        self._done += done
-        self.counters["tokens_sampled"] += sum(len(completion.tokens) for _, completion in done)
+    def _finish(self, completions: Sequence[tuple[Ticket, Completion]]) -> None:
+        self._done += completions
+        self.counters["tokens_sampled"] += sum(len(completion.tokens) for _, completion in completions)
 
     def _deliver(self) -> None:
         """Reports the tokens of streams. Then resolves the futures of all finished items, with one callback per event
         loop."""
         for ticket, token, log_prob in self._batch.take_streamed():
             call_on(ticket.future.get_loop(), _report, ticket, token, log_prob)
-        done, self._done = self._done, []
+        items, self._done = self._done, []
         loops: dict[Any, list[tuple[Any, Any]]] = {}
-        for item, result in done:
+        for item, result in items:
             loops.setdefault(item.future.get_loop(), []).append((item.future, result))
         for loop, results in loops.items():
             call_on(loop, _resolve, results)

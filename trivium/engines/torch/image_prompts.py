@@ -36,14 +36,14 @@ class PromptImages:
         return 0 if self.positions is None else int(self.positions[1:].max()) + 1 - self.positions.shape[1]
 
 
-def look(vision: Vision, prompt: IntArray, media: Sequence[Media], read: PixelReader) -> PromptImages:
+def look(vision: Vision, prompt: IntArray, media: Sequence[Media], reader: PixelReader) -> PromptImages:
     """Reads the images of a prompt. Raises DataError for an image that the prompt holds only in part."""
     places = vision.places(prompt, media)
-    pixels = [read(item) for item in media]
+    pixels = [reader(item) for item in media]
     return PromptImages(
         tuple(
-            PlacedImages((each,), torch.from_numpy(place).long(), (len(place),))
-            for each, place in zip(pixels, places, strict=True)
+            PlacedImages((image,), torch.from_numpy(place).long(), (len(place),))
+            for image, place in zip(pixels, places, strict=True)
         ),
         vision.positions(prompt, places, pixels) if vision.family.mrope else None,
     )
@@ -69,9 +69,9 @@ class SeenPrompts:
         features: list[tuple[Tensor, ...]] = []
         places: list[Tensor] = []
         for row, prompt in enumerate(prompts):
-            for each in prompt.images if prompt is not None else ():
-                features.append(vision.features(each))
-                places.append(each.places + row * length)  # indices into the flattened `tokens`
+            for image in prompt.images if prompt is not None else ():
+                features.append(vision.features(image))
+                places.append(image.places + row * length)  # indices into the flattened `tokens`
             if prompt is not None and prompt.positions is not None:
                 positions[:, row, : prompt.positions.shape[1]] = prompt.positions
         joined = tuple(torch.cat(part) for part in zip(*features, strict=True))
@@ -87,10 +87,10 @@ class SeenPrompts:
             "inputs_embeds": self.inputs["inputs_embeds"][:, start:end],
             "position_ids": self.positions[..., start:end],
         }
-        shown: Tensor | None = self.inputs.get("visual_pos_masks")
-        if shown is None:
+        is_image: Tensor | None = self.inputs.get("visual_pos_masks")
+        if is_image is None:
             return inputs
-        columns = shown.nonzero()[:, 1]  # the columns of the features, in order
+        columns = is_image.nonzero()[:, 1]  # the columns of the features, in order
         here = (start <= columns) & (columns < end)
-        deep = [each[here] for each in self.inputs["deepstack_visual_embeds"]]
-        return {**inputs, "visual_pos_masks": shown[:, start:end], "deepstack_visual_embeds": deep}
+        deep = [feature[here] for feature in self.inputs["deepstack_visual_embeds"]]
+        return {**inputs, "visual_pos_masks": is_image[:, start:end], "deepstack_visual_embeds": deep}

@@ -39,8 +39,8 @@ class PromptCache:
         if layer == len(self.layers):
             self.layers.append((self._empty(keys), self._empty(values)))
         end = self.start + keys.shape[2]
-        for kept, new in zip(self.layers[layer], (keys, values), strict=True):
-            kept[:, :, self.start : end] = new
+        for stored, new in zip(self.layers[layer], (keys, values), strict=True):
+            stored[:, :, self.start : end] = new
         kept_keys, kept_values = self.layers[layer]
         return kept_keys[:, :, : pages(end)], kept_values[:, :, : pages(end)]
 
@@ -116,23 +116,24 @@ class RowCache:
         """Copies prompt `sources[i]` into row `rows[i]`."""
         self.reserve(max(rows) + 1, prompts.length, prompts)
         source, row = self._sent(sources), self._sent(rows)
-        for kept, new in zip(self.layers, prompts.layers, strict=True):
-            for to, of in zip(kept, new, strict=True):
+        for layer, new in zip(self.layers, prompts.layers, strict=True):
+            for to, of in zip(layer, new, strict=True):
                 to[row, :, : prompts.length] = of[:, :, : prompts.length][source]
 
     def move(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
         """Copies the first `length` positions of rows `sources` over rows `rows`."""
         source, row = self._sent(sources), self._sent(rows)
-        for kept in self.layers:
-            for tensor in kept:
+        for layer in self.layers:
+            for tensor in layer:
                 tensor[row, :, :length] = tensor[source, :, :length]
 
-    def begin(self, positions: Tensor, width: int, own: Tensor | None = None) -> StepRows:
-        """A decode step: row r writes at positions[r] and sees the first `width` positions, whole pages. `own`: several
-        rows of the step, at positions that follow one another, write to and see row own[r] of the cache."""
+    def begin(self, positions: Tensor, width: int, cache_rows: Tensor | None = None) -> StepRows:
+        """A decode step: row r writes at positions[r] and sees the first `width` positions, whole pages. With
+        `cache_rows` it writes to and sees row cache_rows[r] of the cache; several rows of the step may share one, at
+        positions that follow one another."""
         self._used = 0, 0
-        self.reserve(len(positions) if own is None else int(own.max()) + 1, width)
-        return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width, own)
+        self.reserve(len(positions) if cache_rows is None else int(cache_rows.max()) + 1, width)
+        return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width, cache_rows)
 
     def _sent(self, numbers: Sequence[int]) -> Tensor:
         return sent(np.array(numbers), self._device)
@@ -166,13 +167,13 @@ class StepRows:
         rows: slice,
         positions: Tensor,
         width: int,
-        own: Tensor | None = None,
+        cache_rows: Tensor | None = None,
     ) -> None:
         """Selects `rows` of `layers`, keys and values [all rows, K, S, D], and of the flattened `slots` [all rows * K *
-        S, D]; with `own`, those rows instead, which are copied. The rows write at `positions` and see the first `width`
-        positions."""
+        S, D]; with `cache_rows`, those rows instead, which are copied. The rows write at `positions` and see the first
+        `width` positions."""
         self._layers, self._slots, self._rows, self.positions, self._width = layers, slots, rows, positions, width
-        self._own = own
+        self._cache_rows = cache_rows
         self._index: dict[int, Tensor] = {}
         self._bags: Bags | None = None
         self._masks: dict[int, Tensor] = {}
@@ -181,42 +182,42 @@ class StepRows:
         """A slice of these rows."""
         first = self._rows.start
         whole = slice(first + rows.start, first + rows.stop)
-        own = None if self._own is None else self._own[rows]
-        return StepRows(self._layers, self._slots, whole, self.positions[rows], self._width, own)
+        cache_rows = None if self._cache_rows is None else self._cache_rows[rows]
+        return StepRows(self._layers, self._slots, whole, self.positions[rows], self._width, cache_rows)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Writes one new position per row, keys and values [R, K, 1, D]; returns all that the rows attend to, [R, K, S,
         D]."""
         self._write(keys, values, layer)
         kept_keys, kept_values = self._layers[layer]
-        rows = self._rows if self._own is None else self._own
+        rows = self._rows if self._cache_rows is None else self._cache_rows
         return kept_keys[rows, :, : self._width], kept_values[rows, :, : self._width]
 
     def append(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """As `update` for keys and values [R, K, D], in few operations: returns the keys [R * K, D, width], and the
         values of all rows of the cache [all rows * K * S, D], which `bags` selects from."""
         self._write(keys, values, layer)
-        kept, (_, table) = self._layers[layer][0], self._slots[layer]
-        _, heads, length, size = kept.shape
+        cached_keys, (_, table) = self._layers[layer][0], self._slots[layer]
+        _, heads, length, size = cached_keys.shape
         number, first = len(self.positions) * heads, self._rows.start * heads * length * size
-        if self._own is None:
-            return kept.as_strided((number, size, self._width), (length * size, 1, size), first), table
-        every = kept.as_strided((len(kept) * heads, self._width * size), (length * size, 1))
-        seen = every.index_select(0, (self._number[:, None] * heads + torch.arange(heads)).view(-1))
-        return seen.view(number, self._width, size).transpose(1, 2), table
+        if self._cache_rows is None:
+            return cached_keys.as_strided((number, size, self._width), (length * size, 1, size), first), table
+        every = cached_keys.as_strided((len(cached_keys) * heads, self._width * size), (length * size, 1))
+        selected = every.index_select(0, (self._number[:, None] * heads + torch.arange(heads)).view(-1))
+        return selected.view(number, self._width, size).transpose(1, 2), table
 
     def bags(self, heads: int) -> Bags:
         """The values that the query heads of each row attend to, in the table of `append`. Masked positions have the
         place of position 0, which is read anyway. Computed once per step."""
         if self._bags is None:
-            kept = self._layers[0][0]
-            _, key_heads, length, size = kept.shape
-            kind = torch.int32 if kept.numel() // size < 2**31 else torch.int64
-            seen = torch.arange(self._width, dtype=kind)
-            seen = seen.masked_fill(seen > self.positions[:, None], 0)
+            cached_keys = self._layers[0][0]
+            _, key_heads, length, size = cached_keys.shape
+            kind = torch.int32 if cached_keys.numel() // size < 2**31 else torch.int64
+            places = torch.arange(self._width, dtype=kind)
+            places = places.masked_fill(places > self.positions[:, None], 0)
             head = torch.arange(heads, dtype=kind) // (heads // key_heads)
             first = (self._number[:, None].to(kind) * key_heads + head) * length
-            self._bags = Bags.of(first[..., None] + seen[:, None])
+            self._bags = Bags.of(first[..., None] + places[:, None])
         return self._bags
 
     def mask(self, window: int | None) -> Tensor:
@@ -224,18 +225,18 @@ class StepRows:
         newest ones. Computed once per step."""
         window = self._width if window is None else min(window, self._width)
         if window not in self._masks:
-            seen, last = torch.arange(self._width), self.positions[:, None, None]
-            hidden = seen > last
+            places, last = torch.arange(self._width), self.positions[:, None, None]
+            hidden = places > last
             if window < self._width:
-                hidden |= seen <= last - window
+                hidden |= places <= last - window
             self._masks[window] = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         return self._masks[window]
 
     @property
     def _number(self) -> Tensor:
         """The row of the cache that each row writes to."""
-        if self._own is not None:
-            return self._own
+        if self._cache_rows is not None:
+            return self._cache_rows
         return torch.arange(self._rows.start, self._rows.stop, device=self.positions.device)
 
     def _write(self, keys: Tensor, values: Tensor, layer: int) -> None:

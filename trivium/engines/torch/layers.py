@@ -62,7 +62,7 @@ class _Linear:
     weight: Tensor
     """[out, in]"""
     bias: Tensor | None
-    read: Tensor
+    operand: Tensor
     """The operand of the products: the weight, or a copy in oneDNN's packed layout."""
 
     @classmethod
@@ -86,19 +86,19 @@ class _Linear:
 
     def refresh(self, *, packed: bool) -> None:
         """Call this after a change of the weight."""
-        self.read = reordered(self.weight) if packed else self.weight
+        self.operand = reordered(self.weight) if packed else self.weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        return invariant_linear(x, self.read, self.bias)
+        return invariant_linear(x, self.operand, self.bias)
 
     def silu(self, x: Tensor) -> Tensor:
-        return onednn_linear(x, self.read, self.bias, "swish")
+        return onednn_linear(x, self.operand, self.bias, "swish")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return onednn_combined(x, self.read, self.bias, "mul", other)
+        return onednn_combined(x, self.operand, self.bias, "mul", other)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return onednn_combined(x, self.read, self.bias, "add", other)
+        return onednn_combined(x, self.operand, self.bias, "add", other)
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class Layers:
         """`model` is one that `supports` accepts. `fast` as in `attend`."""
         config, body = model.config, model.model
         self._fast, self._rotary, self._last = fast, body.rotary_emb, _Norm.of(body.norm)
-        self._layers = self._every = [_layer(each, config) for each in body.layers]
+        self._layers = self._every = [_layer(layer, config) for layer in body.layers]
         attention = body.layers[0].self_attn
         self._size = int(attention.head_dim)
         self._scale = float(attention.scaling)

@@ -49,10 +49,10 @@ class StatefulPromptCache(PromptCache):
     ) -> Tensor:
         """Keeps the last K inputs of each prompt up to this chunk, [B, C, L]. Returns the K inputs before the chunk and
         those of the chunk."""
-        kept = self.states.get((layer, "inputs", state_idx))
-        if kept is None:
-            kept = inputs.new_zeros(*inputs.shape[:2], conv_kernel_size)
-        whole = torch.cat([kept, inputs], -1)
+        earlier = self.states.get((layer, "inputs", state_idx))
+        if earlier is None:
+            earlier = inputs.new_zeros(*inputs.shape[:2], conv_kernel_size)
+        whole = torch.cat([earlier, inputs], -1)
         last = self.valid.sum(1)[:, None, None] + torch.arange(conv_kernel_size, device=inputs.device)
         self.states[layer, "inputs", state_idx] = whole.gather(-1, last.expand(-1, inputs.shape[1], -1))
         return whole
@@ -100,8 +100,8 @@ class StatefulRowCache(RowCache):
         for state in self.states.values():
             state[row] = state[source]
 
-    def begin(self, positions: Tensor, width: int, own: Tensor | None = None) -> StatefulStepRows:
-        assert own is None, "a state that several tokens changed cannot be taken back"
+    def begin(self, positions: Tensor, width: int, cache_rows: Tensor | None = None) -> StatefulStepRows:
+        assert cache_rows is None, "a state that several tokens changed cannot be taken back"
         super().begin(positions, width)
         rows = slice(0, len(positions))
         step = StatefulStepRows(self.layers, self._slots, rows, positions, width)

@@ -48,11 +48,11 @@ class Kept:
     @classmethod
     def of(cls, logits: Tensor) -> Kept:
         """The tokens with finite logits [R, V]."""
-        kept = logits > -torch.inf
-        number = kept.sum(1, keepdim=True)
-        few = 2 * number <= kept.shape[1]
-        ids = (kept == few).nonzero()[:, 1]
-        counts = torch.where(few, number, number - kept.shape[1])[:, 0]
+        is_candidate = logits > -torch.inf
+        number = is_candidate.sum(1, keepdim=True)
+        few = 2 * number <= is_candidate.shape[1]
+        ids = (is_candidate == few).nonzero()[:, 1]
+        counts = torch.where(few, number, number - is_candidate.shape[1])[:, 0]
         return cls(counts.to(torch.int32).cpu().numpy(), ids.cpu().numpy())
 
     def rows(self) -> list[npt.NDArray[np.int64]]:
@@ -61,21 +61,21 @@ class Kept:
 
 
 def sample(
-    logits: Tensor, uniforms: npt.NDArray[np.float64], how: RowSampling, kept: list[Kept] | None = None
+    logits: Tensor, uniforms: npt.NDArray[np.float64], how: RowSampling, candidates: list[Kept] | None = None
 ) -> tuple[Tensor, Tensor]:
     """(tokens int64, log-probabilities float32), each of length R, for logits [R, V] in float32.
 
     The log-probability is that of the sampling distribution: softmax(logits / temperature), truncated and renormalised.
     Temperature 0 takes the most probable token with log-probability 0. A row with NaN logits gets NaN, which the caller
-    must refuse. The candidates of each row are added to `kept`; for greedy rows, the whole vocabulary. Overwrites the
-    logits, and needs memory for a few times `SAMPLED_TOGETHER` numbers.
+    must refuse. The tokens that each row was sampled among are added to `candidates`; for greedy rows, the whole
+    vocabulary. Overwrites the logits, and needs memory for a few times `SAMPLED_TOGETHER` numbers.
     """
     rows = max(1, SAMPLED_TOGETHER // logits.shape[-1])
     parts = [slice(start, start + rows) for start in range(0, len(logits), rows)]
-    done = [_sample(logits[part], sent(uniforms[part], logits.device), how[part], kept) for part in parts]
-    if len(done) == 1:
-        return done[0]
-    tokens, log_probs = zip(*done, strict=True)
+    draws = [_sample(logits[part], sent(uniforms[part], logits.device), how[part], candidates) for part in parts]
+    if len(draws) == 1:
+        return draws[0]
+    tokens, log_probs = zip(*draws, strict=True)
     return torch.cat(tokens), torch.cat(log_probs)
 
 
@@ -87,22 +87,22 @@ def on_host(tokens: Tensor, log_probs: Tensor) -> tuple[npt.NDArray[np.int64], n
     return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
-def _sample(logits: Tensor, uniforms: Tensor, how: RowSampling, kept: list[Kept] | None) -> tuple[Tensor, Tensor]:
+def _sample(logits: Tensor, uniforms: Tensor, how: RowSampling, candidates: list[Kept] | None) -> tuple[Tensor, Tensor]:
     device = logits.device
     if how.eos_blocked.any():
         blocked = sent(how.eos_blocked, device)[:, None]
         logits.index_copy_(1, how.eos, logits.index_select(1, how.eos).masked_fill_(blocked, -torch.inf))
     greedy = how.temperature == 0
     if greedy.all():
-        if kept is not None:
-            kept.append(Kept(np.zeros(len(logits), np.int32), np.zeros(0, np.int64)))
+        if candidates is not None:
+            candidates.append(Kept(np.zeros(len(logits), np.int32), np.zeros(0, np.int64)))
         return _greedy(logits)
     if (how.temperature != 1).any():
         temperature = sent(np.where(greedy, np.float32(1), how.temperature), device)
         logits.div_(temperature[:, None])
     cut = truncated(logits, how)
-    if kept is not None:
-        kept.append(Kept.of(cut))
+    if candidates is not None:
+        candidates.append(Kept.of(cut))
     tokens, chosen = _draw(cut, uniforms)
     if greedy.any():
         mask = sent(greedy, device)
@@ -149,8 +149,8 @@ def truncated(logits: Tensor, how: RowSampling) -> Tensor:
     p = sent(top_p[rows], device)
     outside = (_cumulative(probs) - probs >= p[:, None]) & (p < 1)[:, None]
     outside[:, 0] = False
-    kept = torch.full_like(part, -torch.inf).scatter(1, order, ordered.masked_fill(outside, -torch.inf))
-    return logits.index_copy(0, index, kept)
+    remaining = torch.full_like(part, -torch.inf).scatter(1, order, ordered.masked_fill(outside, -torch.inf))
+    return logits.index_copy(0, index, remaining)
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

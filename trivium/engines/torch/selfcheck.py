@@ -129,8 +129,8 @@ def verifies_drafts(decoder: Decoder, max_context: int) -> bool:
     drafted = length - 1 - half
     if not drafted:
         return False
-    positions, own = np.tile(np.arange(half, length - 1), count), np.repeat(np.arange(count), drafted)
-    at_once = decoder.step(probes[:, half : length - 1].reshape(-1), positions, own=own).log_softmax(-1)
+    positions, cache_rows = np.tile(np.arange(half, length - 1), count), np.repeat(np.arange(count), drafted)
+    at_once = decoder.step(probes[:, half : length - 1].reshape(-1), positions, cache_rows=cache_rows).log_softmax(-1)
     at_once = at_once.view(after.shape)
     if torch.equal(at_once, after) or (not decoder.exact and float((at_once - after).abs().max()) < _TOLERANCE):
         return True

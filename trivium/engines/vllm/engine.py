@@ -197,8 +197,8 @@ class VllmEngine(DescribedVllmEngine):
                     await self._wake()
                 llm = self._llm
                 try:
-                    done = await self._sampled(llm, request, limit, report)
-                    return done if report is None else report.end(done)
+                    completion = await self._sampled(llm, request, limit, report)
+                    return completion if report is None else report.end(completion)
                 except dead_error() as error:
                     await self._replace(llm, error)
             raise _closed()
@@ -233,15 +233,15 @@ class VllmEngine(DescribedVllmEngine):
         if output is None:
             return empty_completion()
         ended = scanned if stopped else None
-        done = read_output(output, self.version, ended, ends, greedy=greedy, listed=listed)
-        extra, length = dict[str, AnyArray](), len(done.tokens)
+        completion = read_output(output, self.version, ended, ends, greedy=greedy, listed=listed)
+        extra, length = dict[str, AnyArray](), len(completion.tokens)
         if "routing" in sampling.extra:
             extra["routing"] = routed(output.routed_experts, request, length)
         if "kept" in sampling.extra:
             extra |= kept_tokens(output, length, listed, sampling, self._vocab_size)
         if "prompt_log_prob" in sampling.extra:
             extra["prompt_log_prob"] = prompt_log_probs(result, length)
-        return replace(done, extra=extra)
+        return replace(completion, extra=extra)
 
     # ------------------------------------------------------------------ weights
 
@@ -257,9 +257,9 @@ class VllmEngine(DescribedVllmEngine):
             await self._adopt(await writing)
 
     def _written(self, version: int, weights: Weights) -> _Loaded:
-        given = weights if isinstance(weights, DescribedWeights) else described(weights)
-        path = self._files.write(given, self._directory / f"{version}-{next(self._numbers)}")
-        is_adapted = is_adapter((each.name, each) for each in given.tensors)
+        source = weights if isinstance(weights, DescribedWeights) else described(weights)
+        path = self._files.write(source, self._directory / f"{version}-{next(self._numbers)}")
+        is_adapted = is_adapter((spec.name, spec) for spec in source.tensors)
         return _Loaded(version, adapter=path) if is_adapted else _Loaded(version, weights=path)
 
     async def _adopt(self, new: _Loaded, *, at_once: bool = False) -> None:

@@ -116,14 +116,15 @@ def kept_tokens(output: Any, length: int, listed: int, sampling: Sampling, vocab
         return {"kept": np.empty(0, id_type), "kept_count": np.zeros(length, np.int32)}
     shape = (-1, 1 + listed)
     ids = np.array(output.logprobs.token_ids, np.int64).reshape(shape)[:length, 1:]
-    kept = np.array(output.logprobs.logprobs, np.float32).reshape(shape)[:length, 1:] > -np.inf
-    if listed < vocab_size and kept[:, -1].any():
+    is_candidate = np.array(output.logprobs.logprobs, np.float32).reshape(shape)[:length, 1:] > -np.inf
+    if listed < vocab_size and is_candidate[:, -1].any():
+        position = int(is_candidate[:, -1].argmax())
         raise RolloutError(
             f"at most {listed - 1} tokens that top_k = {sampling.top_k} keeps",
-            f"more than {listed - 1} at position {int(kept[:, -1].argmax())}: many are as likely as the last of them",
+            f"more than {listed - 1} at position {position}: many are as likely as the last of them",
             "set another top_k, or engine.dtype: float32",
         )
-    return {"kept": ids[kept].astype(id_type), "kept_count": kept.sum(1, dtype=np.int32)}
+    return {"kept": ids[is_candidate].astype(id_type), "kept_count": is_candidate.sum(1, dtype=np.int32)}
 
 
 def prompt_log_probs(result: Any, length: int) -> FloatArray:
@@ -154,13 +155,13 @@ def prompt_reader(model_dir: Path) -> PromptOf:
         return _text
     vision = vision_of(load_lm(model_dir, dtype="auto", attention=None, empty=True))
     assert vision is not None
-    read = pixel_reader(model_dir)
+    reader = pixel_reader(model_dir)
 
     def prompt(request: Request, version: int) -> Any:
         if not request.media:
             return _text(request, version)
         try:
-            return _with_images(vision, request.prompt_tokens, request.media, [*map(read, request.media)], version)
+            return _with_images(vision, request.prompt_tokens, request.media, [*map(reader, request.media)], version)
         except DataError as error:
             raise RolloutError(error.asked, error.found, error.do) from error
 
@@ -185,12 +186,14 @@ def _with_images(
     )
 
     places, ranges, items = vision.places(tokens, media), list[Any](), list[Any]()
-    for place, each in zip(places, pixels, strict=True):
-        vision.check_count(place, each)
+    for place, image in zip(places, pixels, strict=True):
+        vision.check_count(place, image)
         start, end = int(place[0]), int(place[-1]) + 1
-        shown = np.isin(np.arange(start, end), place)
-        ranges.append(PlaceholderRange(start, end - start, None if shown.all() else torch.from_numpy(shown)))
-        inputs, fields = _fields(each)
+        is_placeholder = np.isin(np.arange(start, end), place)
+        ranges.append(
+            PlaceholderRange(start, end - start, None if is_placeholder.all() else torch.from_numpy(is_placeholder))
+        )
+        inputs, fields = _fields(image)
         items += MultiModalKwargsItems.from_hf_inputs(inputs, fields)["image"]
     return mm_input(
         tokens.tolist(),

@@ -94,7 +94,7 @@ class DescribedVllmEngine:
             cache = 1.0 if self.cache_gib is None and on_cpu else self.cache_gib
             adapters: dict[str, Any] = {}
             if self.adapter_rank is not None:
-                rank = next(each for each in _ADAPTER_RANKS if each >= self.adapter_rank)
+                rank = next(rank for rank in _ADAPTER_RANKS if rank >= self.adapter_rank)
                 adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
             # Inside a placement group of Ray, vLLM would otherwise start its workers as actors.
             executors = {"distributed_executor_backend": "mp", "data_parallel_backend": "mp"} if self.gpus > 1 else {}
@@ -140,27 +140,27 @@ class DescribedVllmEngine:
                         yield Problem(f"{where}.{name}", f"{name} = {getattr(self, name)}", "the device is cpu", do)
             yield from self._split_problems(run, where)
             for name in sorted(self.arguments(Path()).keys() & self.options.keys()):
-                found = "Trivium sets it itself: the promises of the engine depend on it"
-                yield Problem(f"{where}.options.{name}", f"vLLM's {name}", found, "use the section's own fields")
+                reason = "Trivium sets it itself: the promises of the engine depend on it"
+                yield Problem(f"{where}.options.{name}", f"vLLM's {name}", reason, "use the section's own fields")
             tokens, context = self.prefill_tokens, self.max_context
             if self.device == "cpu" and self.seeds and tokens is not None and tokens < (context or tokens):
-                found = f"a context of {context}, and seeded prompts are read whole on the CPU"
+                reason = f"a context of {context}, and seeded prompts are read whole on the CPU"
                 do = f"set at least {context}, or seeds: false"
-                yield Problem(f"{where}.prefill_tokens", f"{tokens} tokens of a forward pass", found, do)
+                yield Problem(f"{where}.prefill_tokens", f"{tokens} tokens of a forward pass", reason, do)
             cut = self.sampling.changes_distribution()
             if "kept" in recorded(run) and not self.sampling.top_k:
-                found = "vLLM reports the kept tokens only up to a fixed number, and top_k is 0"
+                reason = "vLLM reports the kept tokens only up to a fixed number, and top_k is 0"
                 do = "set sampling.top_k, too, leave it out, or use engine.kind torch"
-                yield Problem(f"{where}.sampling.{cut[0]}", f"{' and '.join(cut)} in training", found, do)
+                yield Problem(f"{where}.sampling.{cut[0]}", f"{' and '.join(cut)} in training", reason, do)
             if "routing" in recorded(run) and not self.options.get("enable_return_routed_experts"):
-                found = "vLLM returns them only if engine.options asks for them"
+                reason = "vLLM returns them only if engine.options asks for them"
                 do = "set enable_return_routed_experts: true there"
-                yield Problem(f"{where}.options", "the experts that rollouts were sampled with", found, do)
+                yield Problem(f"{where}.options", "the experts that rollouts were sampled with", reason, do)
             rank = _pushed_rank(run)
             if rank is not None and rank > (self.adapter_rank or _ADAPTER_RANKS[-1]):
-                found = f"engine.kind vllm takes up to {self.adapter_rank or _ADAPTER_RANKS[-1]}"
+                reason = f"engine.kind vllm takes up to {self.adapter_rank or _ADAPTER_RANKS[-1]}"
                 do = "leave engine.adapter_rank out, lower the rank, or set push: merged"
-                yield Problem(f"{where}.adapter_rank", f"adapters of rank {rank} (train.lora.push)", found, do)
+                yield Problem(f"{where}.adapter_rank", f"adapters of rank {rank} (train.lora.push)", reason, do)
             if rank is None and self.adapter_rank is not None:
                 do = "set train.lora.push: adapter, or leave it out"
                 yield Problem(f"{where}.adapter_rank", "LoRA adapters", "the trainer sends all weights", do)
@@ -179,15 +179,15 @@ class DescribedVllmEngine:
                 counts["rows of a feed-forward layer"] = shape.mlp
             for name, number in counts.items():
                 if number % size:
-                    found, do = f"it does not divide the {number} {name}", f"choose a divisor of {number}"
-                    yield Problem(f"{where}.tensor_parallel_size", str(size), found, do)
+                    reason, do = f"it does not divide the {number} {name}", f"choose a divisor of {number}"
+                    yield Problem(f"{where}.tensor_parallel_size", str(size), reason, do)
             if shape.experts > 1 and not self.expert_parallel and not shape.mlp % size and shape.mlp % self.gpus:
-                found = f"with tensor_parallel_size {size} it does not divide the {shape.mlp} rows of an expert"
+                reason = f"with tensor_parallel_size {size} it does not divide the {shape.mlp} rows of an expert"
                 do = "choose sizes whose product divides them, or set expert_parallel: true"
-                yield Problem(f"{where}.data_parallel_size", str(self.data_parallel_size), found, do)
+                yield Problem(f"{where}.data_parallel_size", str(self.data_parallel_size), reason, do)
             if max(shape.kv_heads, size) % min(shape.kv_heads, size):
-                found, do = f"the model has {shape.kv_heads} key-value heads", "choose a divisor or a multiple of it"
-                yield Problem(f"{where}.tensor_parallel_size", str(size), found, do)
+                reason, do = f"the model has {shape.kv_heads} key-value heads", "choose a divisor or a multiple of it"
+                yield Problem(f"{where}.tensor_parallel_size", str(size), reason, do)
 
         def _kept_awake(self, run: RunConfig) -> str | None:
             """Why vLLM cannot sleep during train steps; None if it can."""

@@ -43,10 +43,10 @@ def fast_directory(model_dir: Path, engines: int) -> Path:
 
 def own_directory(parent: Path) -> Path:
     """Makes a directory for this process. Removes those of processes that were killed."""
-    for left in parent.glob(f"{_PREFIX}*"):
-        named = re.fullmatch(r"(\d+)-(\d*)-(.+)-\w+", left.name.removeprefix(_PREFIX))
+    for directory in parent.glob(f"{_PREFIX}*"):
+        named = re.fullmatch(r"(\d+)-(\d*)-(.+)-\w+", directory.name.removeprefix(_PREFIX))
         if named is not None and not ProcessLife(named[3], int(named[1]), named[2])():
-            shutil.rmtree(left, ignore_errors=True)  # another engine may remove it at the same time
+            shutil.rmtree(directory, ignore_errors=True)  # another engine may remove it at the same time
     life = ProcessLife.of(os.getpid())
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{life.pid}-{life.started}-{life.host}-", dir=parent))
 
@@ -71,7 +71,7 @@ class WeightFiles:
     def write(self, weights: DescribedWeights, path: Path) -> Path:
         """Writes the directory `path` while the weights arrive. Raises SyncError, and leaves no files, if the weights
         are neither all weights of the model nor an adapter of it."""
-        write = self._write_adapter if is_adapter((each.name, each) for each in weights.tensors) else self._write_all
+        write = self._write_adapter if is_adapter((spec.name, spec) for spec in weights.tensors) else self._write_all
         try:
             write(weights, path)
         except BaseException:
@@ -82,20 +82,20 @@ class WeightFiles:
     def _write_all(self, weights: DescribedWeights, path: Path) -> None:
         """Writes all weights, a bucket in each file: only the tensors of one bucket are in memory. Copies tensors that
         share memory, which safetensors refuses."""
-        given = {each.name: each.shape for each in weights.tensors}
-        if _unfit(given, self._saved) and (wrong := _unfit(given, self._renamed())):
+        shapes = {spec.name: spec.shape for spec in weights.tensors}
+        if _unfit(shapes, self._saved) and (wrong := _unfit(shapes, self._renamed())):
             expected = self._saved.get(wrong[0], "nothing")
             raise SyncError(
                 f"load weights into vLLM's model of {self._model_dir}",
-                f"{len(wrong)} do not fit, first {wrong[0]}: {given.get(wrong[0], 'missing')} for {expected}",
+                f"{len(wrong)} do not fit, first {wrong[0]}: {shapes.get(wrong[0], 'missing')} for {expected}",
                 "publish the weights of this model, under the names of its files",
             )
         path.mkdir()
         for number, group in enumerate(groups(map(_on_cpu, weights), BUCKET_BYTES)):
-            seen, tensors = set[int](), dict[str, torch.Tensor]()
+            addresses, tensors = set[int](), dict[str, torch.Tensor]()
             for name, tensor in drained(group):
-                tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-                seen.add(tensor.data_ptr())
+                tensors[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
+                addresses.add(tensor.data_ptr())
             save_file(tensors, path / f"{number:05d}.safetensors")
 
     def _write_adapter(self, weights: DescribedWeights, path: Path) -> None:
@@ -103,9 +103,9 @@ class WeightFiles:
         adapter = received_adapter({name: torch.as_tensor(value) for name, value in weights}, self._empty())
         rank = max(len(added.down) for added in adapter.values())
         if self._rank is None or rank > self._rank:
-            found = "it was started without" if self._rank is None else f"it was started for up to {self._rank}"
+            reason = "it was started without" if self._rank is None else f"it was started for up to {self._rank}"
             do = "set engine.adapter_rank, or push all weights (train.lora.push: merged)"
-            raise SyncError(f"a LoRA adapter of rank {rank} for vLLM", found, do)
+            raise SyncError(f"a LoRA adapter of rank {rank} for vLLM", reason, do)
         if not self._fingerprints:
             state = load_lm(self._model_dir, dtype="auto", attention=None).state_dict()
             self._fingerprints = {name: fingerprint(weight) for name, weight in state.items()}
@@ -148,8 +148,8 @@ def _shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     return {name: entry.shape for name, entry in entries.items()}
 
 
-def _unfit(given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _unfit(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The names of weights that are missing, unknown or of another shape. vLLM itself ignores missing weights."""
     tied = _TIED - expected.keys()  # files name a tied table once
-    wrong = (given.keys() ^ expected.keys()) - tied
-    return sorted(wrong | {name for name in given.keys() & expected.keys() if given[name] != expected[name]})
+    wrong = (shapes.keys() ^ expected.keys()) - tied
+    return sorted(wrong | {name for name in shapes.keys() & expected.keys() if shapes[name] != expected[name]})

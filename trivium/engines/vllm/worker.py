@@ -40,8 +40,8 @@ class TriviumWorker:
         layers."""
         self.add_lora(LoRARequest("policy", 1, directory, load_inplace=True))
         manager = self.model_runner.lora_manager._adapter_manager
-        if left := manager.get_adapter(1).loras.keys() - manager.modules.keys():
-            raise ValueError(f"this vLLM adds no adapter to {min(left)} ({len(left)} layers); use push: merged")
+        if ignored := manager.get_adapter(1).loras.keys() - manager.modules.keys():
+            raise ValueError(f"this vLLM adds no adapter to {min(ignored)} ({len(ignored)} layers); use push: merged")
 
 
 @dataclass
