@@ -101,8 +101,9 @@ def use_deterministic_kernels(key: str) -> None:
             f"{_CUBLAS} is not set, and this process uses a GPU already",
             f"set {_CUBLAS}=:4096:8 in the environment of the run",
         )
-    os.environ.setdefault(_CUBLAS, ":4096:8")
+    os.environ.setdefault(_CUBLAS, ":4096:8")  # cuBLAS reads it once, when it starts
     torch.use_deterministic_algorithms(True)
+    # A benchmark may choose another algorithm in each process.
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
 
 

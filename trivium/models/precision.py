@@ -30,6 +30,7 @@ def precision_of(name: str, device: str, dtype: str, key: str) -> str:
     """Resolves the precision `name` of the config's `key` for a device and a model's `dtype`. Raises ConfigError if the
     device or the dtype does not support it."""
     gpu = device.startswith("cuda")
+    # GPUs without instructions for bfloat16 emulate it.
     supported = gpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     supported = supported and dtype != "float64"
     if name == "auto":
@@ -74,7 +75,7 @@ def product_of(a: Parts, b: Parts, precision: str, into: Tensor | None = None) -
 
 def _widened(a: Tensor, b: Tensor, into: Tensor | None) -> Tensor:
     """a (N, K) @ b (M, K).T of bfloat16 matrices, added up and returned in float32."""
-    if not a.is_cuda:
+    if not a.is_cuda:  # torch.mm has `out_dtype` on GPUs only
         result = a.float() @ b.float().T
         return result if into is None else into.add_(result)
     if into is None:

@@ -26,8 +26,8 @@ from trivium.models.placement import sent
 Backend = Literal["varlen", "flash_attn", "efficient"]
 """`varlen` (torch.nn.attention.varlen) and `flash_attn` (the package) accept sequences of any lengths; `efficient`
 accepts dense grids."""
-_LARGEST_HEAD = 256
-_AMPERE = (8, 0)
+_LARGEST_HEAD, _AMPERE = 256, (8, 0)
+"""The limits of the kernels of FlashAttention 2, which both are."""
 
 
 def gpu_backend(
@@ -55,6 +55,7 @@ def _installed() -> tuple[bool, bool]:
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False, importlib.util.find_spec("flash_attn") is not None
     varlen = importlib.import_module("torch.nn.attention.varlen")
+    # Older versions of torch have the function, but not these parameters.
     complete = {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
     return complete, importlib.util.find_spec("flash_attn") is not None
 
@@ -71,7 +72,7 @@ class Runs(NamedTuple):
     longest_key: int
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # every layer asks for the runs of the same pack
 def runs_of(segments: tuple[Segment, ...], device: torch.device) -> Runs:
     """The queries and keys of the segments of a pack. The keys of a segment are its path, which ends with itself."""
     sizes = np.array([segment.stop - segment.first for segment in segments])
@@ -83,7 +84,7 @@ def runs_of(segments: tuple[Segment, ...], device: torch.device) -> Runs:
     lengths = np.array([len(path) for path in paths])
 
     def bounds(counts: npt.NDArray[np.int64]) -> Tensor:
-        return sent(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), device)
+        return sent(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), device)  # the type that kernels read
 
     shared = any(segment.parent >= 0 for segment in segments)
     keys = sent(np.concatenate(paths), device) if shared else None
@@ -116,6 +117,7 @@ def varlen_kernel(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float | No
         runs.longest_query,
         runs.longest_key,
         scale=scale,
+        # (keys to the left, keys to the right): none to the right is causal, and the kernel does not count the query.
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
@@ -135,6 +137,7 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float | Non
         softmax_scale=scale,
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
+        # Its backward pass otherwise adds gradients of queries in the order in which blocks end.
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 

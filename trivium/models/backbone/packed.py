@@ -196,7 +196,7 @@ def packed_attention(
         attend = partial(_attend_in_runs, kernel=KERNELS[backend])
     else:
         attend = _attend_in_tree if trivium_pack.layout().is_tree else _attend_in_grids
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False):  # else it would undo the choice of the type above
         output = attend(tokens, trivium_pack, scaling, sliding_window)
     return (output if trivium_sequence is None else heads_together(output, trivium_sequence))[None], None
 
@@ -243,7 +243,7 @@ def _attend_in_runs(
 
 def _at_rows(batch: Pack, output: torch.Tensor, count: int) -> torch.Tensor:
     """(T, ...) values of the tokens -> (count, ...) values of the rows; rows without a token are zero."""
-    whole = output.new_zeros(count, *output.shape[1:])
+    whole = output.new_zeros(count, *output.shape[1:])  # zeros: further layers compute padding rows, too
     if batch.order is None:
         return torch.cat([output, whole[len(output) :]])
     return whole.index_copy(0, batch.order, output)
@@ -296,7 +296,8 @@ class Backbone:
         return local_states(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
-        number, fill = batch.num_rows, (0, padding(batch.num_rows))  # padding rows, which are not read
+        # oneDNN compiles a kernel for each number of rows (`models.cpu.linear.ROWS`). The padding is not read.
+        number, fill = batch.num_rows, (0, padding(batch.num_rows))
         filled = batch if batch.routing is None else replace(batch, routing=pad(batch.routing, fill))
         return self._run(pad(batch.tokens[:number], fill), pad(batch.positions, fill), filled)[:number]
 
@@ -310,6 +311,7 @@ class Backbone:
     ) -> torch.Tensor:
         output = self.module(
             **self._inputs(tokens[None], batch.images, slices),
+            # transformers wants (1, T), with M-RoPE (4, 1, T).
             position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
             use_cache=False,
             trivium_pack=batch,
@@ -381,7 +383,7 @@ class Backbone:
         from transformers import AttentionInterface
 
         batch = probe_pack(self.module)
-        expected = self._padded(batch)
+        expected = self._padded(batch)  # first: packed attention refuses a padded pass
         before = str(self.module.config._attn_implementation)
         AttentionInterface.register(PACKED, packed_attention)
         set_attention(self.module, PACKED)
@@ -403,6 +405,7 @@ def probe_pack(module: PreTrainedModel) -> Pack:
     vocabulary = cast(nn.Embedding, module.get_input_embeddings()).num_embeddings
     tokens = np.arange(3, 14, dtype=np.int32) % vocabulary
     longest = max_positions(module)
+    # Of unequal lengths, so that the padded pass that it is compared with has padding.
     return pack([tokens[:4][:longest], tokens[4:][:longest]], module.device)
 
 

@@ -108,6 +108,7 @@ class _TreeAttention(torch.autograd.Function):
             before, behind = slice(trunk.first, trunk.behind), slice(trunk.behind, trunk.stop)
             block = _block_behind(trunk, rows.positions, scale, window, query)
             its_output, its_norm = block.attend(query[None, behind], keys[None, before], values[None, before])
+            # exp(a) / (exp(a) + exp(b)) as the sigmoid of a - b, which does not overflow.
             weight = torch.sigmoid(its_norm[0] - log_norm[behind])
             output[behind].lerp_(its_output[0], weight[..., None].to(output.dtype))
             log_norm[behind] = torch.logaddexp(log_norm[behind], its_norm[0])
@@ -126,9 +127,10 @@ class _TreeAttention(torch.autograd.Function):
         rows, scale, window, grad = ctx.rows, ctx.scale, ctx.window, grad_outputs[0]
         keys, values = (for_each_head(x, query.shape[1]) for x in (key, value))
         cells = [x.index_select(0, rows.spread) for x in (query, keys, values, output, log_norm)]
-        cells.append(grad.new_zeros(len(rows.spread), *grad.shape[1:]).index_copy_(0, rows.collect, grad))  # none of
+        # Only one cell of each row gets the gradient: the outputs of padding and of further copies are not used.
+        cells.append(grad.new_zeros(len(rows.spread), *grad.shape[1:]).index_copy_(0, rows.collect, grad))
         blocks = _own_blocks(rows, scale, window, query)
-        grids = zip(blocks, *(_grids(rows, x) for x in cells), strict=True)  # the padding: it is no one's output
+        grids = zip(blocks, *(_grids(rows, x) for x in cells), strict=True)
         gradients = [block.gradients(*parts) for block, *parts in grids]
         of_query, of_keys, of_values = _from_grids(rows, gradients)
         if rows.copies:  # the gradients of all copies of a key add up; only one copy was a query

@@ -83,9 +83,11 @@ class Prefixes:
 
     def __init__(self, keys: Sequence[npt.NDArray[Any]]) -> None:
         """`keys` are the sequences as arrays of one type: tokens, or whatever must be equal in shared tokens."""
+        # Arrays cannot be sorted, bytes can. Their order is not that of the numbers, but common prefixes are neighbours
+        # in it all the same.
         as_bytes = [key.tobytes() for key in keys]
         self._lengths = [len(key) for key in keys]
-        self._order = sorted(range(len(keys)), key=as_bytes.__getitem__)  # common prefixes become neighbours
+        self._order = sorted(range(len(keys)), key=as_bytes.__getitem__)
         self._rank = {row: rank for rank, row in enumerate(self._order)}
         self._common = [0, *(_common(keys[a], keys[b]) for a, b in pairwise(self._order))]
         """By rank, the length of the common prefix with the rank before."""

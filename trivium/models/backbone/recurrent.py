@@ -141,13 +141,13 @@ class _Rows:
     """The segments that begin sequences, those that continue them, and so on."""
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # every layer asks for the rows of the same pack
 def _rows_of(segments: tuple[Segment, ...], device: torch.device) -> _Rows:
     sizes = np.array([segment.stop - segment.first for segment in segments])
     starts = np.concatenate([[0], np.cumsum(sizes)])
     total = int(starts[-1])
     before = np.arange(-1, total)
-    before[-1] = total
+    before[-1] = total  # the row of zeros (`_convolve`) comes before itself
     by_level: list[list[int]] = []
     level_of: list[int] = []
     for here, segment in enumerate(segments):
@@ -240,6 +240,7 @@ def _convolve(
     rows = _rows_of(trivium_pack.segments, trivium_pack.tokens.device)
     count = len(rows.collect)
     x, weight, bias = _wide(hidden_states[0, :, :count].T, weight, bias)
+    # Taps before the first token of a sequence read the row behind the last one (`_Rows.before`).
     with_zero = torch.cat([x, x.new_zeros(1, x.shape[1])])
     taps = weight.T.unbind()
     output, at = x * taps[-1], rows.before
@@ -279,7 +280,7 @@ def _convolve_step(
     """The convolution of one more token of each row, (R, C, 1). Shifts the last inputs, `conv_state` (R, C, K)."""
     del original
     whole = torch.cat([conv_state, hidden_states], -1)
-    conv_state.copy_(whole[..., 1:])
+    conv_state.copy_(whole[..., 1:])  # in place: the cache of the engine holds this tensor
     output = convolved(whole[..., -weight.shape[-1] :].to(weight.dtype), weight, bias)
     return _activated(output, activation).to(hidden_states.dtype)
 
@@ -333,6 +334,7 @@ def _mamba(
     if trivium_pack is None and trivium_valid is None:
         steps: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
         return original(hidden_states, dt, A, B, C, **steps, **options)
+    # Bias and softplus come first: they would turn the 0 of a padding token into a step.
     dt = _steps(dt, dt_bias, dt_softplus, dt_limit)
     if trivium_pack is None:
         dt = dt if trivium_valid is None else dt.masked_fill(~trivium_valid[..., None], 0)

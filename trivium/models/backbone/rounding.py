@@ -44,7 +44,7 @@ def _rounded_at_random(module: nn.Module) -> Generator[None]:
         del part, inputs
         if not (isinstance(output, Tensor) and output.is_floating_point()):
             return None
-        count += 1
+        count += 1  # a seed for each call: modules get different noise, and two measurements the same
         generator = torch.Generator(output.device).manual_seed(count)
         noise = torch.rand(output.shape, generator=generator, device=output.device, dtype=torch.float32)
         return (output.float() * (1 + _unit(output) * (2 * noise - 1))).to(output.dtype)

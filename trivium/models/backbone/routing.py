@@ -119,7 +119,7 @@ def _refusal(decoder: nn.Module, reason: str) -> ConfigError:
 def _tried(decoder: nn.Module, router: nn.Module) -> tuple[int, int]:
     """(K, E) of a router. Tests on a copy with random weights that it can be told which experts to choose, and that it
     weighs them as its own choice."""
-    trial: Any = copy.deepcopy(router).to_empty(device="cpu").float()
+    trial: Any = copy.deepcopy(router).to_empty(device="cpu").float()  # the model's weights may not be loaded yet
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in trial.state_dict().values():
@@ -133,6 +133,7 @@ def _tried(decoder: nn.Module, router: nn.Module) -> tuple[int, int]:
         try:
             free = outputs(None)
             ids, experts = _choice(free), int(trial.weight.shape[0])
+            # The router's own choice in another order: its outputs must follow the numbers, not their places.
             turned = (ids + 1).flip(1)
             replayed = outputs(Selection(turned, experts))
         except (TypeError, RuntimeError, ValueError, AttributeError, TriviumError) as error:
@@ -213,7 +214,7 @@ class Selection:
     """E."""
 
 
-class _Now(threading.local):
+class _Now(threading.local):  # threads compute micro-batches of one model at the same time
     selection: Selection | None = None
     """The selection of the layer that this thread computes."""
 

@@ -179,6 +179,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _all_to_all(blocks: torch.Tensor, sequence: SequenceGroup) -> torch.Tensor:
+    # torch.distributed refuses tensors that are not contiguous; `heads_apart` passes a transposed one.
     received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, blocks.contiguous(), group=sequence.group)
     return received

@@ -53,6 +53,7 @@ class Sight:
             if self.vision.family.mrope:
                 whole = self.vision.positions(sequence.tokens, image_places, image_pixels)
                 positions.append(whole[:, segment.first : segment.stop])
+            # A shared segment has each of its images once, whichever sequences it belongs to.
             inside = [i for i, item in enumerate(sequence.media) if item.span is not None and item.span[0] in here]
             pixels += [image_pixels[i] for i in inside]
             places += [start - segment.first + image_places[i].astype(np.int64) for i in inside]

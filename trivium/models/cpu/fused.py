@@ -100,7 +100,7 @@ def _fused_norm(layer: nn.Module) -> Arithmetic | None:
     epsilon = next((getattr(layer, name) for name in _EPSILON if hasattr(layer, name)), None)
     if [*dict(layer.named_parameters())] != ["weight"] or epsilon is None:
         return None
-    if len(inspect.signature(layer.forward).parameters) != 1:
+    if len(inspect.signature(layer.forward).parameters) != 1:  # a gate, for example, which the fused norm lacks
         return None
     width = len(cast(torch.Tensor, layer.weight))
     trial = _like(layer, {"weight": nn.Parameter(_random(width, seed=1))}, {})
@@ -272,6 +272,7 @@ class _Rotary(torch.autograd.Function):
         ctx: AutogradContext, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         cos, signed = ctx.saved_tensors
+        # The gradient of roll(x) * signed is roll(grad * signed), which is roll(grad) * roll(signed).
         turned = signed.roll(signed.shape[-1] // 2, -1)
         return *(rotated(grad, cos, turned) for grad in grad_outputs), None, None
 
@@ -291,6 +292,7 @@ def _rotate(
     original: Rotation, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (..., D), k (..., D); cos and sin (B, T, D), to which a dimension for the heads is added."""
+    # Models that rotate a part of each head have shorter angles; the gradient of angles is not computed here.
     if {q.shape[-1], k.shape[-1]} != {cos.shape[-1]} or cos.requires_grad:
         return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     q, k = q.to(cos.dtype), k.to(cos.dtype)

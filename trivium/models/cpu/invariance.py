@@ -74,6 +74,7 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in] @ weight [out, in].T + bias [out]. A single row is computed as two."""
     if x.numel() == x.shape[-1]:
+        # oneDNN has other code for one row, whose sums round differently.
         pair = x.reshape(1, -1).expand(2, -1).contiguous()
         return onednn_linear(pair, weight, bias)[0].view(*x.shape[:-1], -1)
     return onednn_linear(x, weight, bias)
@@ -83,7 +84,7 @@ def aligned(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Applies an element-wise function. Every element goes through the vector code, whatever the number of threads."""
     size = x.numel()
     parts = min(torch.get_num_threads(), max(1, -(-size // _GRAIN)))
-    missing = -size % (_VECTOR * parts)
+    missing = -size % (_VECTOR * parts)  # so that the part of each thread ends with a whole vector
     if not missing:
         return function(x.contiguous())
     padded = torch.cat([x.reshape(-1), x.new_zeros(missing)])

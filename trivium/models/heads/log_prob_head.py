@@ -81,6 +81,7 @@ def top_k_log_probs(hidden: torch.Tensor, layer: OutputLayer, k: int) -> tuple[t
     hidden, part = hidden.to(layer.weight.dtype), layer.part
     ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
     for rows, logits, _ in _chunked_logits(hidden, layer, None):
+        # A rank's part of the vocabulary may have fewer than k tokens.
         local_top = logits.topk(min(k, logits.shape[1]), dim=1)
         values, tokens = part.gather(local_top.values), part.gather(local_top.indices + part.first)
         top = values.topk(k, dim=1)
@@ -167,7 +168,7 @@ class _Head(torch.autograd.Function):
             if slope is not None:  # d log_prob / d logit = [target] - p
                 grad = p.neg_().scatter_add_(1, places[rows], torch.ones_like(p[:, :1]))
                 slope[rows] = product_of(parts_of(grad, precision), transposed, precision).div_(temperature)
-        if inside is not None:
+        if inside is not None:  # the sum over the ranks adds what the rank with the target computes
             log_prob.masked_fill_(~inside, 0.0)
         log_prob, entropy = part.sum(log_prob), part.sum(entropy)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
@@ -204,6 +205,7 @@ class _Head(torch.autograd.Function):
                 grad = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(total).mul_(p)
             else:  # d log_prob / d logit = [target] - p, summed over the targets
                 grad = log_p.exp_().mul_(-total)
+            # Targets may repeat: their gradients add up, where a plain scatter would keep one of them.
             grad.scatter_add_(1, places[rows], g if inside is None else g * inside[rows])
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)

@@ -74,6 +74,7 @@ class SequenceScorer:
 
     def _pass(self, sequences: Sequence[Seen]) -> list[float]:
         tokens = [sequence.tokens for sequence in sequences]
+        # Equal placeholders may stand for different images, so sequences with images share no tokens.
         alone = not self.model.backbone.packs or any(sequence.media for sequence in sequences)
         tree = None if alone else Prefixes(tokens).tree(range(len(tokens)))
         packed = pack(tokens, self.model.device, tree)

@@ -189,6 +189,7 @@ class LanguageModel(FilledModel):
         self._choose_arithmetic(autocast)
         self.backbone = Backbone(cast("PreTrainedModel", self.module.base_model), sequence)
         self.names = tensor_names(self.module)
+        # Verified without autocast, whose rounding would need the wide tolerance and could hide a wrong layer.
         self.autocast = False
         if self._loading is None:
             self._verify(self._tolerance)
@@ -203,6 +204,7 @@ class LanguageModel(FilledModel):
 
     def set_temperature(self, temperature: float) -> None:
         """Sets the number that logits are divided by."""
+        # The head multiplies states by the output layer alone, so the model's own factor is a part of the temperature.
         self.temperature = temperature / logit_scale(self.module)
 
     def adapt(self, section: LoraConfig, *, seed: int, adapter: Path | None = None) -> None:
@@ -233,7 +235,7 @@ class LanguageModel(FilledModel):
         `top`: (ids, log_prob), each (N, top_k), of the most probable tokens, without gradient.
         `kept` restricts the distribution of each token to its candidate set, except for `top`.
         """
-        if what == "verify":
+        if what == "verify":  # here, because sharded parameters are whole only inside `forward`
             self._verify(self._tolerance)
             return ()
         return self._numbers(self._states(batch, rows), batch, rows, what, **options)
@@ -279,6 +281,7 @@ class LanguageModel(FilledModel):
     def _by_logits(self, batch: Pack, temperature: float) -> torch.Tensor:
         """(N,) log-probabilities of all but first tokens, by the model's own forward pass."""
         log_probs: list[torch.Tensor] = []
+        # One after another: the model's own attention would mix the sequences of a pack.
         for tokens in batch.tokens.split(list(batch.lengths)):
             logits = self.module(input_ids=tokens[None], use_cache=False).logits[0, :-1]
             log_probs.append((logits / temperature).log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1))
@@ -299,6 +302,7 @@ class LanguageModel(FilledModel):
 
         log_prob = chunked()
         difference = float((log_prob - expected).abs().max())
+        # In float32 the tolerance is absolute, otherwise a part of the largest number (`_EXACT`, `_ROUNDED`).
         largest = tolerance * max(1.0, float(expected.abs().max()) * (tolerance > _EXACT))
         if difference > largest and not explained_by_rounding(self.module, chunked, expected, log_prob):
             raise _refusal(self.module, f"its own log-probabilities differ by {difference:.3g} from the chunked head's")
@@ -369,6 +373,7 @@ class ActorCritic(LanguageModel):
         if what not in ("values", "log_prob_and_values"):
             return super().forward(batch, rows, what, **options)
         states = self._states(batch, rows)
+        # A copy, because FSDP registers hooks on outputs, which must not be views.
         values = states.gather(self.value_head(states.values.to(self.dtype)).squeeze(1).clone())
         if what == "values":
             return values, values

@@ -79,6 +79,7 @@ def value_head(
     head = {name: tensor for name, tensor in saved.items() if name in ("weight", "bias")}
     biased = biased or "bias" in head
     if not head:
+        # On the CPU, so that a head begins with the same numbers on every device.
         generator = torch.Generator().manual_seed(stream(seed, "value_head"))
         head["weight"] = torch.empty(1, width, dtype=dtype).normal_(std=0.01 / width**0.5, generator=generator)
     if len(head["weight"]) != 1:

@@ -37,6 +37,7 @@ class VocabularyPart:
         norm = torch.logsumexp(logits, dim=1)
         if self.group is None:
             return norm
+        # The exponential of a log-norm may overflow float32, that of a difference from the largest cannot.
         largest = norm.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return largest + self.sum((norm - largest).exp()).log()
@@ -46,6 +47,7 @@ class VocabularyPart:
         another one is 0."""
         if self.group is None:
             return ids, None
+        # gather and scatter, which get the places, refuse indices outside the part.
         inside = (ids >= self.first) & (ids < self.first + size)
         return (ids - self.first).where(inside, 0), inside
 

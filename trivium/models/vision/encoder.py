@@ -102,6 +102,7 @@ class Vision:
         grids = torch.cat([image["image_grid_thw"].cpu() for image in pixels])
         merged = int(cast(Any, self.base.config).vision_config.spatial_merge_size) ** 2
         _check_counts([len(place) for place in places], [int(patches) // merged for patches in grids.prod(1)])
+        # get_rope_index takes each run of equal kinds for one image.
         if any(a[-1] + 1 == b[0] for a, b in pairwise(places)):
             raise DataError(
                 "positions of consecutive images",
@@ -220,6 +221,7 @@ def pixel_reader(model_dir: Path) -> PixelReader:
 
 def pixel_media(pixels: Pixels) -> Media:
     """Media with the output of a processor."""
+    # safetensors saves contiguous tensors only.
     return Media(PIXELS, safetensors.torch.save({name: tensor.contiguous() for name, tensor in pixels.items()}))
 
 

@@ -132,7 +132,7 @@ class Images:
                 "leave the image out, or use another aspect ratio",
             ) from error
         tokens = np.asarray(inputs["input_ids"], np.int32)[0]
-        tokens.flags.writeable = False
+        tokens.flags.writeable = False  # the cache gives the same array to every reader
         arrays = {name: np.asarray(value) for name, value in inputs.items() if name not in _TEXT_KEYS}
         return ImageInput(tokens, {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()})
 

@@ -126,6 +126,7 @@ def _plan(
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix, names = module.base_model_prefix, cast(dict[str, Any], slots)
     plain, converted = list[_Sources](), dict[str, tuple[_Sources, WeightConverter]]()
+    # Stacked experts get the order in which their tensors are added: 2 comes before 10.
     for key in sorted(entries, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, names)
         if name not in slots and key in slots:
@@ -135,6 +136,7 @@ def _plan(
         if pattern is None:
             plain.append([(name, key)])
             continue
+        # A converter collects the tensors of one target, so each target has a copy.
         sources, converter = converted.setdefault(name, ([], deepcopy(by_pattern[pattern])))
         sources.append((name, key))
         converter.add_tensor(name, key, pattern, cast(Any, key))
@@ -227,7 +229,7 @@ def _compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
         empty = [attribute for attribute, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
         if not empty:
             continue
-        for attribute in empty:
+        for attribute in empty:  # `_init_weights` fills buffers in place, so they need memory first
             owner._buffers[attribute] = torch.full_like(cast(torch.Tensor, owner._buffers[attribute]), 0, device=device)
         above = max((path for path in models if not path or f"{name}.".startswith(f"{path}.")), key=len)
         models[above]._init_weights(owner)
@@ -262,6 +264,7 @@ def read_part(tensor: torch.Tensor | None, copy_rows: CopyRows, into: torch.Tens
     by_axis = [_own_indices(tensor, axis) for axis in range(tensor.dim())]
     first = int(by_axis[0][0]) if len(by_axis[0]) else 0
     rows = int(by_axis[0][-1]) + 1 - first if len(by_axis[0]) else 0
+    # Whole rows that follow one another, as FSDP shards tensors, are read into their place without a buffer.
     if rows == len(by_axis[0]) and [*map(len, by_axis[1:])] == [*tensor.shape[1:]]:
         copy_rows(first, into)
         return into
@@ -291,5 +294,6 @@ def _own_part(size: int, mesh: DeviceMesh, placements: tuple[Placement, ...]) ->
     """This rank's part of the numbers below `size`."""
     from torch.distributed.tensor import distribute_tensor
 
+    # torch splits the numbers as it splits a tensor: uneven and strided parts follow rules of its own.
     numbers = torch.arange(size, device=mesh.device_type)
     return distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local().cpu()

@@ -106,7 +106,7 @@ def inject(
         ) from error
     _check(module, output)
     for layer in _layers(module).values():
-        for part in (layer.lora_A, layer.lora_B):
+        for part in (layer.lora_A, layer.lora_B):  # in bfloat16, small steps of the optimizer would round to nothing
             part.to(torch.promote_types(part[_NAME].weight.dtype, torch.float32))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(_of_adapter(name))
@@ -223,6 +223,7 @@ def merged(base: torch.Tensor, added: LowRank) -> torch.Tensor:
 def fingerprint(weight: torch.Tensor) -> int:
     """A hash of some thousand elements of a base weight. It does not depend on the type of the weight."""
     some = weight.detach().reshape(-1)[:: max(1, weight.numel() // 4096)].to("cpu", torch.float32).contiguous()
+    # 7 bytes, because `pushed_adapter` sends the number as a signed one of 64 bits.
     return int.from_bytes(hashlib.blake2b(some.numpy().data, digest_size=7).digest(), "little")
 
 
@@ -231,7 +232,7 @@ def pushed_adapter(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from adapter_state(module)
     for name, layer in _layers(module).items():
         yield f"{_PREFIX}{name}{_SCALE}", torch.tensor(layer.scaling[_NAME], dtype=torch.float64)
-        if not hasattr(layer, "trivium_base"):
+        if not hasattr(layer, "trivium_base"):  # once: the base is frozen
             layer.trivium_base = fingerprint(_whole(layer.base_layer.weight))
         yield f"{_PREFIX}{name}{_BASE}", torch.tensor(layer.trivium_base)
 

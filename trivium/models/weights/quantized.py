@@ -32,7 +32,7 @@ class QuantizedLinear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, kind: str, device: torch.device) -> None:
         """Quantises the weight (out, in) of a layer."""
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # nn.Linear's own would allocate the weight in its full width
         self.in_features, self.out_features, self.kind = layer.in_features, layer.out_features, kind
         weight = layer.weight.detach().to(device)
         self.dtype = weight.dtype
@@ -68,7 +68,7 @@ class QuantizedLinear(nn.Linear):
         return restore(self.packed, state)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(input.device.type):
+        if torch.is_autocast_enabled(input.device.type):  # autocast converts the inputs of torch's own functions only
             input = input.to(torch.get_autocast_dtype(input.device.type))
         output = cast(torch.Tensor, _Product.apply(input, self))
         return output if self.bias is None else output + self.bias.to(output.dtype)

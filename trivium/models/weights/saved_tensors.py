@@ -124,6 +124,7 @@ class SafetensorsFiles:
         """Reads the headers. Raises DataError for a damaged file."""
         opened = ExitStack()
         weakref.finalize(self, opened.close)
+        # Without Python's buffer, bytes go from the file into the tensor's memory at once.
         self._files = {path: opened.enter_context(path.open("rb", buffering=0)) for path in paths}
         headers = [_header(path, file) for path, file in self._files.items()]
         self.entries: Mapping[str, Entry] = {name: entry for header in headers for name, entry in header.items()}
@@ -161,7 +162,7 @@ def _read(file: FileIO, entry: Entry, into: torch.Tensor) -> None:
         count = file.readinto(view)
         if not count:
             raise _damaged(entry.file, f"it ends {len(view)} bytes too early")
-        view = view[count:]
+        view = view[count:]  # an unbuffered read returns what the system gives, on Linux at most 2 GiB
 
 
 class PickledFiles:

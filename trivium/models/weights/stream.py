@@ -62,7 +62,7 @@ def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in logical order, (B,) uint8; no copy of a contiguous one."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().contiguous().reshape(-1)  # torch does not view a tensor without axes as bytes
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
