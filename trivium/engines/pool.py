@@ -91,7 +91,7 @@ class EnginePool(ABC, Generic[R]):
             await self._load(version, weights, in_flight)
         finally:
             loaded.set()
-            if self._loaded is loaded:
+            if self._loaded is loaded:  # else a later load has begun meanwhile
                 self._loaded = None
         self._version = version
 

@@ -181,6 +181,7 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
             exact_sampling=capabilities.exact_sampling, batch_invariant=capabilities.batch_invariant
         )
         self.max_context = engine.max_context
+        # These protocols are recognised by their methods, so a pool has the methods only if its engine has them.
         if isinstance(engine, StreamingEngine):
             self.stream = self._stream
         if isinstance(engine, RestingEngine):

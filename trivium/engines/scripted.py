@@ -113,11 +113,11 @@ class ScriptedEngine:
     async def generate(self, request: Request) -> Completion:
         """The scripted completion. Raises RolloutError for a scripted failure, EngineFailure once broken or closed."""
         self._check_open()
-        room = self.config.max_context - len(request.prompt_tokens)
-        if room < 1 or request.sampling.max_new_tokens < 1:
+        remaining = self.config.max_context - len(request.prompt_tokens)
+        if remaining < 1 or request.sampling.max_new_tokens < 1:
             raise RolloutError(
                 "context for a completion",
-                f"{room} tokens of context left, max_new_tokens {request.sampling.max_new_tokens}",
+                f"{remaining} tokens of context left, max_new_tokens {request.sampling.max_new_tokens}",
                 "shorten the prompt, or raise engine.max_context",
             )
         self.requests.append(request)
@@ -129,7 +129,7 @@ class ScriptedEngine:
                 await self._pause(self._drawn(request, _HANG, self.config.hang_fraction))
                 if self._drawn(request, _FAIL, self.config.fail_fraction):
                     raise RolloutError("a scripted completion", "a scripted failure", "lower engine.fail_fraction")
-                limit = min(room, request.sampling.max_new_tokens)
+                limit = min(remaining, request.sampling.max_new_tokens)
                 return self._completion(request, limit, [] if self._closed else call.spans)
         finally:
             self._in_flight.discard(call)

@@ -132,7 +132,7 @@ class EndpointEngine:
         """One completion. Raises EndpointError if the service returns none, EngineFailure if it refuses the token or
         the engine is closed."""
         self._check_open()
-        work = asyncio.ensure_future(self._generate(request))
+        work = asyncio.ensure_future(self._generate(request))  # a task of its own, which `close` can cancel
         self._working.add(work)
         try:
             return await work
@@ -209,6 +209,7 @@ class EndpointEngine:
 
     async def _check_for_training(self) -> None:
         """Raises ConfigError if the endpoint does not return what training needs."""
+        # With one candidate, the log-probability in the sampled distribution is 0, whatever the model.
         prompt, sampling = np.array([min(self._eos, default=1)], np.int32), Sampling(1, top_k=1)
         purpose = f"train with the endpoint {self.config.urls[0]}"
         try:
@@ -230,8 +231,10 @@ class EndpointEngine:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         for file in self._model_dir.iterdir():
+            # An index would name the weight files of the model directory; here all weights are in one file.
             if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, directory / file.name)
+        # Copies, because safetensors refuses tensors that share memory, as tied ones do.
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         for old in sorted(root.glob("version-??????"))[:-_KEPT]:

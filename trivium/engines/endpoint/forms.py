@@ -30,8 +30,8 @@ def tokens_body(model: str, request: Request, eos: frozenset[int], seed: int | N
         "prompt": request.prompt_tokens.tolist(),
         **_sampling(request.sampling, seed),
         "stop_token_ids": sorted(request.sampling.ends(eos)),
-        "include_stop_str_in_output": True,
-        "logprobs": 0,
+        "include_stop_str_in_output": True,  # the policy sampled these tokens, too
+        "logprobs": 0,  # that of the sampled token, without alternatives
         "return_token_ids": True,
     }
 
@@ -47,7 +47,7 @@ def _sampling(sampling: Sampling, seed: int | None) -> dict[str, Any]:
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
+        "top_k": sampling.top_k or -1,  # -1 is no limit in vLLM and SGLang
         "min_p": sampling.min_p,
         "min_tokens": sampling.min_new_tokens,
         "repetition_penalty": 1.0,
@@ -76,6 +76,7 @@ def read_tokens(
     limit = request.sampling.max_new_tokens
     if not 1 <= len(tokens) <= limit:
         raise client.malformed(url, f"{len(tokens)} tokens, where 1 to {limit} are wanted", "see why the service ends")
+    # Rounding may leave one above 0 (`_ROUNDING`); a greedy token is certain, whatever the service reports.
     log_prob = np.minimum(np.array(numbers, np.float32), 0) * np.float32(request.sampling.temperature > 0)
     reason = _stop_reason(
         client, url, choice, ends=tokens[-1] in request.sampling.ends(eos) or not request.sampling.stop

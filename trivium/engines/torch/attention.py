@@ -168,7 +168,7 @@ def _windowed(mask: Tensor, window: int | None) -> Tensor:
     size = mask.shape[-1]
     if window is None or size <= window:
         return mask
-    newest = (mask == 0).sum(-1, keepdim=True) - 1
+    newest = (mask == 0).sum(-1, keepdim=True) - 1  # a query sees the first keys, so their number gives the last
     return mask.masked_fill(torch.arange(size, device=mask.device) <= newest - window, -torch.inf)
 
 

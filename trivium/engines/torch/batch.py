@@ -97,6 +97,7 @@ class Batch:
         self._eos = torch.tensor(sorted(eos), dtype=torch.int64, device=decoder.device)
         self.tickets: list[Ticket | None] = [None] * max_rows
         self._span = 0
+        """Rows up to the last occupied one: those that a step computes."""
         self._live = 0
         self._rows = RowTable(bucket(max_rows))
         self._streamed: list[tuple[Ticket, int, float]] = []
@@ -125,6 +126,7 @@ class Batch:
             self._rows.ahead[row] = prefix.ahead
         self._live += len(tickets)
         self._span = max(self._span, int(rows.max()) + 1)
+        # No row can need more positions, so the cache, which grows ahead of need, stops there.
         longest = (self._rows.position + self._rows.limit - self._rows.count)[self._rows.occupied].max()
         self._decoder.place(prefixes, rows.tolist(), int(longest))
         sampled, log_prob, candidates = self._drawn(
@@ -194,7 +196,7 @@ class Batch:
         lengths = np.array([1 + len(draft) for draft in drafts])
         first = np.cumsum(lengths) - lengths
         number = int(lengths.sum())
-        # The step is padded with copies of its last row.
+        # The step is padded with copies of its last row, which write the same keys and values to the same place.
         which = np.minimum(np.arange(bucket(number)), number - 1)
         owners = np.repeat(rows, lengths)[which]
         depth = (np.arange(number) - np.repeat(first, lengths))[which]
@@ -212,6 +214,8 @@ class Batch:
                 owners,
             )
         )
+        # A row's tokens are valid up to the first one that differs from the draft at the next position: what comes
+        # after it was computed from that draft.
         agreement = sampled[: number - 1] == tokens[1:]
         num_valid = [
             1 + (int(wrong[0]) if len(wrong := np.flatnonzero(~agreement[start : start + length - 1])) else length - 1)
@@ -221,6 +225,7 @@ class Batch:
         tickets = [self.tickets[row] for row in rows.tolist()]
         finished = []
         for place in range(max(num_valid)):
+            # A completion that ended at an earlier place has left its row.
             going = [
                 i for i, row in enumerate(rows.tolist()) if place < num_valid[i] and self.tickets[row] is tickets[i]
             ]
@@ -323,6 +328,7 @@ class Batch:
 
     def _keep(self, rows: npt.NDArray[np.int64], candidates: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> None:
         """Records the tokens that each row was just sampled among, if requested."""
+        # Not strict: without a row that asks for them there are no candidates.
         for row, (count, ids) in zip(rows.tolist(), candidates, strict=False):
             ticket = self.tickets[row] if self._rows.keeps[row] else None
             if ticket is not None:

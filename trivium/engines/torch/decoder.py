@@ -161,6 +161,8 @@ class Decoder:
         """Records experts of tokens from now on. Raises ConfigError for a model whose routers cannot be read."""
         if self.recorder is None:
             self.recorder = Recorder(routers_of(self.text))
+            # The recorder's hooks run when modules of the model are called, and need one thread: optimized layers and
+            # replayed graphs call none, and workers call them at the same time.
             self.layers = self.workers = self.graphs = None
 
     def read(
@@ -190,6 +192,7 @@ class Decoder:
             positions = torch.arange(start, end, device=self.device)
             # Padding comes after the prompt, so the causal mask hides it.
             mask = None if self.reads_whole else self._mask(positions[:, None], pages(end))[None, None]
+            # All prompts of one padded length end in the last chunk. The logits of earlier ones are not used.
             self._last = (ends - start).clamp_(0, end - start - 1)
             inputs = {"input_ids": tokens[:, start:end], "position_ids": positions[None]}
             logits = self._forward(inputs if embedded is None else embedded.chunk(start, end), mask, cache)
@@ -287,7 +290,7 @@ class Decoder:
             for first, end in pairwise([0, *(cuts if cache_rows is None else _between(cache_rows, cuts)), len(ids)])
         ]
 
-        @torch.inference_mode()
+        @torch.inference_mode()  # a setting of the thread, which workers do not inherit
         def step(part: slice) -> Result:
             return use(self._step(ids[part], embedded[part], rows.part(part), width), part)
 
@@ -353,7 +356,7 @@ class Decoder:
             value = value.to(target.device, target.dtype)
             if earlier := _overwritten(name, target, written):
                 _compare(name, value, target, earlier)
-            target.copy_(value)
+            target.copy_(value)  # in place: optimized layers, graphs and tied parameters share this memory
             _compare(name, value, target, name)
             del value  # free it before the next one is read
         if missing:
@@ -361,7 +364,7 @@ class Decoder:
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
-        with torch.inference_mode(False):  # ordinary tensors, not inference tensors
+        with torch.inference_mode(False):  # the caller may change the copies, which torch refuses for inference tensors
             return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
 
     def _forward(self, inputs: Mapping[str, Any], mask: Tensor | None, cache: PromptCache | StepRows) -> Tensor:

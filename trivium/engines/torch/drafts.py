@@ -41,7 +41,7 @@ _LONGEST_WAIT = 4
 """The most tokens between two searches for a source."""
 _SURE = 16
 _LEVELS = [0] * _GRAM + [1] * (_SURE - _GRAM) + [2]
-"""By how many tokens agreed so far."""
+"""The level of trust in a source, by how many tokens in a row agreed with it, up to `_SURE`."""
 _RATE_STEP = 1 / 64
 """Weight of the newest observation in a rate."""
 
@@ -63,6 +63,7 @@ class Text:
         """Adds tokens. Returns where the last `_GRAM` tokens were followed before, if they were."""
         gram, places, before = self._gram, self._places, None
         for place, token in enumerate(tokens, len(self.tokens) + 1):
+            # Ids of large vocabularies lose their upper bits. A wrong draft that follows from it is only rejected.
             gram = (gram << 16 | token & 0xFFFF) & _MASK
             before = places.get(gram)
             places[gram] = place
@@ -88,7 +89,7 @@ class Follower:
         self.count = 0
         """How many tokens of the completion it knows."""
         self.due = 0
-        """With how many tokens it is to be asked next."""
+        """The length of the completion from which drafts are looked for again."""
 
     @property
     def follows(self) -> bool:
@@ -181,7 +182,7 @@ class Drafts:
         if text is not None:
             _add(text, completion)
             if len(text.tokens) > 4 * _TASK_TOKENS:
-                del self._texts[task]  # the next follower gets a new one
+                del self._texts[task]  # the next follower gets a new one, without the completions that were dropped
         while len(completions) > _TASK_COMPLETIONS or sum(len(ids) for _, ids, _ in completions) > _TASK_TOKENS:
             self._size -= len(completions.popleft()[1])
         while self._size > _ALL_TOKENS:
@@ -198,6 +199,7 @@ class Drafts:
         """The drafts of some of the `live` completions in a step, at most `remaining` of each; None if a step without
         drafts is better. `padded` gives the number of rows that a step computes."""
         rate = live / (DRAFT_STEP_ROWS + padded(live))  # tokens for the cost of a step without drafts
+        # The tokens of a completion become less likely with depth, so the first of the ranking are whole runs.
         ranked = sorted(
             (-chance, depth, i)
             for i, (follower, most) in enumerate(zip(followers, remaining, strict=True))
@@ -207,7 +209,7 @@ class Drafts:
             return None
         tokens, cost, number = float(live), DRAFT_STEP_ROWS + _OVERHEAD + _ROW * live, 0
         for chance, _, _ in ranked:
-            if -chance * cost <= tokens * _ROW:
+            if -chance * cost <= tokens * _ROW:  # with this draft, the tokens for the cost would be fewer
                 break
             tokens, cost, number = tokens - chance, cost + _ROW, number + 1
         if tokens <= rate * cost:

@@ -68,6 +68,7 @@ class PromptCache:
 
     def _empty(self, like: Tensor) -> Tensor:
         batch, heads, _, size = like.shape
+        # Not empty memory, which may hold NaN: its product with the weight 0 of a masked key is NaN.
         return like.new_zeros(batch, heads, pages(self.length), size)
 
 
@@ -131,7 +132,7 @@ class RowCache:
         """A decode step: row r writes at positions[r] and sees the first `width` positions, whole pages. With
         `cache_rows` it writes to and sees row cache_rows[r] of the cache; several rows of the step may share one, at
         positions that follow one another."""
-        self._used = 0, 0
+        self._used = 0, 0  # rows and positions of completions that ended need no room in the next, larger cache
         self.reserve(len(positions) if cache_rows is None else int(cache_rows.max()) + 1, width)
         return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width, cache_rows)
 
@@ -201,6 +202,7 @@ class StepRows:
         _, heads, length, size = cached_keys.shape
         number, first = len(self.positions) * heads, self._rows.start * heads * length * size
         if self._cache_rows is None:
+            # One view of rows and heads together, which the batched product reads without a copy.
             return cached_keys.as_strided((number, size, self._width), (length * size, 1, size), first), table
         every = cached_keys.as_strided((len(cached_keys) * heads, self._width * size), (length * size, 1))
         selected = every.index_select(0, (self._number[:, None] * heads + torch.arange(heads)).view(-1))

@@ -40,6 +40,7 @@ class _Norm:
 
     @classmethod
     def of(cls, module: Any) -> _Norm:
+        # A tensor, because `addcmul` takes no number.
         return cls(module.weight.data, torch.tensor(float(module.variance_epsilon)))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -72,7 +73,8 @@ class _Linear:
 
     @classmethod
     def stacked(cls, modules: Sequence[nn.Linear]) -> _Linear:
-        """Stacks the weights along the output dimension; the modules' parameters become views of the stack."""
+        """Stacks the weights along the output dimension; the modules' parameters become views of the stack, so that a
+        load of new weights changes both."""
         weight = torch.cat([module.weight.data for module in modules])
         bias = None if modules[0].bias is None else torch.cat([module.bias.data for module in modules])
         start = 0

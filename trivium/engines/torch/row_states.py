@@ -53,6 +53,7 @@ class StatefulPromptCache(PromptCache):
         if earlier is None:
             earlier = inputs.new_zeros(*inputs.shape[:2], conv_kernel_size)
         whole = torch.cat([earlier, inputs], -1)
+        # K inputs come before the chunk, so the last K valid ones begin at the number of its valid tokens.
         last = self.valid.sum(1)[:, None, None] + torch.arange(conv_kernel_size, device=inputs.device)
         self.states[layer, "inputs", state_idx] = whole.gather(-1, last.expand(-1, inputs.shape[1], -1))
         return whole

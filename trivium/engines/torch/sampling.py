@@ -49,6 +49,7 @@ class Kept:
     def of(cls, logits: Tensor) -> Kept:
         """The tokens with finite logits [R, V]."""
         is_candidate = logits > -torch.inf
+        # Of the kept and the excluded ids, the shorter list is recorded; a negative count says that it is the latter.
         number = is_candidate.sum(1, keepdim=True)
         few = 2 * number <= is_candidate.shape[1]
         ids = (is_candidate == few).nonzero()[:, 1]
@@ -141,6 +142,7 @@ def truncated(logits: Tensor, how: RowSampling) -> Tensor:
         return logits
     index, device = sent(rows, logits.device), logits.device
     part = logits[index]
+    # Only a stable sort promises the order of equal logits, on which the nucleus depends.
     ordered, order = torch.sort(part, dim=-1, descending=True, stable=True)
     k = sent(np.where(top_k[rows] > 0, np.minimum(top_k[rows], size), size), device)
     least = ordered[:, :1] + sent(min_p[rows], device)[:, None].log()

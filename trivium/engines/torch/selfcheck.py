@@ -147,6 +147,7 @@ def _probes(decoder: Decoder, max_context: int) -> tuple[np.ndarray, int]:
 
 def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
     probes, half = _probes(decoder, max_context)
+    # Beside a copy of itself: the engine never runs a step with a single row, whose bits differ.
     alone, together = _teach(decoder, probes[[0, 0]], half), _teach(decoder, probes, half)
     name = type(decoder.model).__name__
     if decoder.exact and not torch.equal(alone[0], together[0]):

@@ -311,6 +311,7 @@ class VllmEngine(DescribedVllmEngine):
         if self._sleeps:
             await llm.wake_up()
             self._sleeps = False
+        # Cached prefixes were computed with the old weights; completions in flight continue from theirs.
         await llm.pause_generation(mode="keep" if at_once else "wait", clear_cache=not at_once)
         if lost or new.weights != before.weights:
             await self._transfer(llm, self._files.files(new.weights))

@@ -109,9 +109,9 @@ class DescribedVllmEngine:
                 "max_model_len": self.max_context,
                 "max_num_seqs": self.max_rows,
                 "max_num_batched_tokens": self.prefill_tokens,
-                "logprobs_mode": "processed_logprobs",
-                "max_logprobs": -1,
-                "generation_config": "vllm",
+                "logprobs_mode": "processed_logprobs",  # those of the distribution that is sampled from
+                "max_logprobs": -1,  # no limit: the number of listed tokens follows top_k
+                "generation_config": "vllm",  # else defaults of the model's generation_config.json apply
                 "worker_extension_cls": "trivium.engines.vllm.worker.TriviumWorker",
                 "weight_transfer_config": {"backend": "trivium"},
                 "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
@@ -121,7 +121,7 @@ class DescribedVllmEngine:
                 "gpu_memory_utilization": self.gpu_memory_utilization,
                 "enable_sleep_mode": self.sleep_level > 0 and not on_cpu,
                 "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
-                "hf_overrides": {"head_dtype": "float32"},
+                "hf_overrides": {"head_dtype": "float32"},  # logits in float32, as `dtype` promises
                 **adapters,
                 **executors,
                 **images,

@@ -99,7 +99,8 @@ class WeightFiles:
             save_file(tensors, path / f"{number:05d}.safetensors")
 
     def _write_adapter(self, weights: DescribedWeights, path: Path) -> None:
-        """Writes an adapter. Each layer's B is multiplied by its scale."""
+        """Writes an adapter. Each layer's B is multiplied by its scale: the file has one rank and one alpha for all
+        layers, and they are equal, so that vLLM scales by 1."""
         adapter = received_adapter({name: torch.as_tensor(value) for name, value in weights}, self._empty())
         rank = max(len(added.down) for added in adapter.values())
         if self._rank is None or rank > self._rank:
