@@ -521,6 +521,8 @@ class Outcome:
         """Describes where the same command continues."""
         from trivium.checkpoint.store import CheckpointStore
 
+        if self.log_dir is not None and (self.log_dir / "tinker").is_dir():
+            return "the same command serves again, with all saved states"
         steps = CheckpointStore(self.log_dir / "checkpoints").steps() if self.log_dir is not None else []
         if steps:
             return f"the same command continues after step {steps[-1]}"

@@ -47,6 +47,7 @@ class SavedStates:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        make_directories(root)
         for old in root.glob(f"*/*/.*{_REPLACED}"):  # a save was killed while it replaced this state
             final = old.with_name(old.name.removesuffix(_REPLACED)[1:])
             shutil.rmtree(old) if final.exists() else old.rename(final)
