@@ -269,7 +269,8 @@ def chat(
     with unbreakable_output(), Outcome(debug):
         if prompt is not None and file is not None:
             raise ConfigError("--prompt and --file", "both", "give one of them")
-        paths, overrides = ([each for each in models if ("=" in each) is given] for given in (False, True))
+        paths = [argument for argument in models if "=" not in argument]
+        overrides = [argument for argument in models if "=" in argument]
         overrides += [] if seed is None else [f"run.seed={seed}"]
         limits = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         try:

@@ -35,14 +35,15 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
-def maj_at_k(answers: Sequence[Hashable], right: Hashable, k: int) -> float:
-    """The probability that the most frequent answer among k of the n answers is `right`; a tie shares the win.
+def maj_at_k(answers: Sequence[Hashable], answer: Hashable, k: int) -> float:
+    """The probability that the most frequent answer among k of the n `answers` is `answer`, the right one; a tie shares
+    the win.
 
     Exact, by counting k-subsets. For every number m of right answers drawn, counts the ways in which no other answer is
     drawn more than m times, grouped by the number of answers drawn exactly m times (the ties).
     """
     counts = Counter(answers)
-    num_right = counts.pop(right, 0)
+    num_right = counts.pop(answer, 0)
     won = 0.0
     for drawn in range(1, min(num_right, k) + 1):
         # ways[(j, t)]: choices of j other answers, none drawn more often than `drawn`, t of them exactly that often
@@ -89,7 +90,7 @@ def observation_loss(groups: Sequence[Group]) -> Metrics:
     left out."""
     total, tokens = 0.0, 0
     for group in groups:
-        for experience in (each for member in group.alive for each in experiences_of(group, member)):
+        for experience in (row for member in group.alive for row in experiences_of(group, member)):
             if (observed := experience.observed).any():
                 total -= float(experience.extra["prompt_log_prob"][observed].sum(dtype=np.float64))
                 tokens += int(observed.sum())
@@ -129,12 +130,13 @@ class Evaluator:
         """Rolls out every task with this version."""
         self._expect(version)
         name, started, before = f"evaluate {self.taskset}", time.monotonic(), self.explorer.rollout_s
-        shown = activity(f"evaluating {self.taskset}", len(self.tasks) * self.samples, "rollouts")
-        with shown, span(self.explorer.name, name, version=version):
+        progress = activity(f"evaluating {self.taskset}", len(self.tasks) * self.samples, "rollouts")
+        with progress, span(self.explorer.name, name, version=version):
             groups = await asyncio.gather(*(self._rollout(index) for index in range(len(self.tasks))))
-        own = sum(t.metrics.get(ROLLOUT_S, 0.0) for group in groups for t in group.trajectories)
-        share = own / max(self.explorer.rollout_s - before, own, 1e-9)
-        self.training_s = (1 - share) * (time.monotonic() - started) if own else 0.0
+        own_s = sum(t.metrics.get(ROLLOUT_S, 0.0) for group in groups for t in group.trajectories)
+        # 1e-9: both are 0 if no rollout took any time that the clock shows.
+        share = own_s / max(self.explorer.rollout_s - before, own_s, 1e-9)
+        self.training_s = (1 - share) * (time.monotonic() - started) if own_s else 0.0
         self._expect(version)
         return groups
 
@@ -168,22 +170,22 @@ class Evaluator:
 
     def _judge(self, group: Group) -> Metrics:
         """The metrics of one task. A failed rollout counts both as wrong and as failed."""
-        right = [is_right(t, self.threshold) for t in group.trajectories]
+        successes = [is_right(t, self.threshold) for t in group.trajectories]
         # All right completions are one answer; wrong ones are compared by the rewards that compare answers.
         judge: Any = getattr(self.explorer, "judge", None)
         by_rewards = hasattr(judge, "answer")
         votes = [
             "right" if ok else ("wrong", judge.answer(group.task, t.completion) if by_rewards else t.completion.strip())
-            for ok, t in zip(right, group.trajectories, strict=True)
+            for ok, t in zip(successes, group.trajectories, strict=True)
         ]
         rewards = [t.reward for t in group.alive] or [0.0]
         metrics = {
-            "accuracy": sum(right) / self.samples,
+            "accuracy": sum(successes) / self.samples,
             "reward": sum(t.reward for t in group.alive) / max(1, len(group.alive)),
             "response_tokens": sum(t.num_tokens for t in group.trajectories) / self.samples,
         }
         for k in self.k:
-            metrics[f"pass@{k}"] = pass_at_k(self.samples, sum(right), k)
+            metrics[f"pass@{k}"] = pass_at_k(self.samples, sum(successes), k)
             metrics[f"maj@{k}"] = maj_at_k(votes, "right", k)
             metrics[f"best@{k}"] = best_at_k(rewards, min(k, len(rewards)))
             metrics[f"worst@{k}"] = worst_at_k(rewards, min(k, len(rewards)))

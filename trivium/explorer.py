@@ -351,8 +351,8 @@ class _Work:
         self.rewarding.cut()
 
     def count(self, group: Group) -> None:
-        failed = sum(each.failure is not None for each in group.rollouts)
-        tokens = sum(each.num_tokens for each in group.rollouts)
+        failed = sum(rollout.failure is not None for rollout in group.rollouts)
+        tokens = sum(rollout.num_tokens for rollout in group.rollouts)
         self._counts.update(groups=1, rollouts=len(group.rollouts), failed=failed, tokens=tokens)
 
     def report(self) -> str:
@@ -399,6 +399,7 @@ class _StartedGroups:
         try:
             yield finish
         finally:
+            # After an error no group comes for this lease, and later groups must not wait for it to be counted.
             if self._in_progress.get(lease) is None:
                 self._in_progress.pop(lease, None)
 
@@ -431,6 +432,7 @@ class _Failures:
 
     def _log(self, failure: Failure, error: BaseException) -> None:
         """Logs the first failure of each kind; its traceback goes to the log file only."""
+        # Without digits, since failures of one kind differ in seconds and numbers of tokens.
         reason = failure.cause or re.sub(r"\d+", "", text_of(error.found) if isinstance(error, TriviumError) else "")
         kind = (failure.side, failure.kind, reason)
         if kind in self._logged or len(self._logged) == _MAX_KINDS:
@@ -448,9 +450,11 @@ def described_failure(failure: Failure) -> str:
 
 def _cause(error: BaseException) -> str:
     """The exception of user code and its place; empty if user code raised none."""
-    seen = {id(error)}
-    while (cause := error.__cause__) is not None and id(cause) not in seen:  # `raise error from error` is its own cause
-        seen.add(id(cause))
+    visited = {id(error)}
+    while (cause := error.__cause__) is not None and id(
+        cause
+    ) not in visited:  # `raise error from error` is its own cause
+        visited.add(id(cause))
         error = cause
     frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
     place = (error.place if isinstance(error, RolloutError) else "") or user_place(frames)

@@ -71,8 +71,8 @@ def train_step(
 
 def experiences(groups: Sequence[Group], algorithm: Algorithm) -> tuple[Batch, Metrics]:
     """(the experiences to train on, the filter's metrics of all groups)."""
-    kept, metrics = algorithm.filter(groups)
-    return algorithm.batch(kept), metrics
+    filtered, metrics = algorithm.filter(groups)
+    return algorithm.batch(filtered), metrics
 
 
 def held_out_loss(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm) -> Metrics:
@@ -94,6 +94,7 @@ def held_out_loss(engine: TrainEngine, groups: Sequence[Group], algorithm: Algor
 
 def add_scores(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch:
     """Adds these scores of the current models to the batch as columns."""
+    # A set of names has another order in each process: runs that are repeated compute their scores in one order.
     for what in sorted(needs):
         with phase(f"score/{what}", batch):
             batch = batch.with_columns(**{SCORES[what]: engine.score(batch, what)})
@@ -111,8 +112,8 @@ def passes(batch: Batch, algorithm: Algorithm, version: int) -> Iterator[tuple[l
     take turns; one that sets its own (`PacedObjective`) makes its passes apart from the others."""
     paced: dict[tuple[int, int], list[Objective]] = {}
     for objective in algorithm.objectives_at(version):
-        own = (objective.epochs, objective.mini_batches) if isinstance(objective, PacedObjective) else (None, None)
-        paced.setdefault((own[0] or algorithm.epochs, own[1] or algorithm.mini_batches), []).append(objective)
+        pace = (objective.epochs, objective.mini_batches) if isinstance(objective, PacedObjective) else (None, None)
+        paced.setdefault((pace[0] or algorithm.epochs, pace[1] or algorithm.mini_batches), []).append(objective)
     for (epochs, number), objectives in paced.items():
         for epoch in range(epochs):
             for mini_batch in mini_batches(batch, number):
@@ -183,6 +184,7 @@ async def next_lease(explorer: Explorer, buffer: Buffer, schedule: Schedule, syn
         lease = await buffer.lease(explorer.name)
     assert lease is not None
     if schedule.adaptive is not None:
+        # The trainer publishes draws before the version that admits their slots: the board has those of this slot.
         schedule.adaptive.follow(synchronizer.draws)
     demand.idle = False
     demand.leased += 1
@@ -303,6 +305,7 @@ async def run(parts: Parts) -> None:
                     watching = roles.create_task(parts.watch(), name="watch")
                     training.add_done_callback(lambda _: watching.cancel())
         if parts.trainer is not None and parts.trainer.train_continue:
+            # A TaskGroup ends without an error if something else cancels one of its tasks.
             raise RoleFailed(parts.trainer.name, "its task was cancelled, but not by this run")
     finally:
         if parts.explorer is not None:

@@ -96,9 +96,9 @@ async def sampled(engine: RolloutEngine, request: Request, on_tokens: OnTokens |
         return await engine.generate(request)
     if isinstance(engine, StreamingEngine):
         return await engine.stream(request, on_tokens)
-    done = await engine.generate(request)
-    on_tokens(done.tokens.tolist(), done.log_prob.tolist())
-    return done
+    completion = await engine.generate(request)
+    on_tokens(completion.tokens.tolist(), completion.log_prob.tolist())
+    return completion
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Policy:
         """Numbers the completions with this key, those of branches included."""
         self._forks: set[str] = set()
         self._history: tuple[Message, ...] = ()
-        self._seen: tuple[Prompt, IntArray] | None = None
+        self._last: tuple[Prompt, IntArray] | None = None
         """The prompt of the last completion, and its tokens."""
         self._stop_reason = StopReason.EOS
 
@@ -169,7 +169,7 @@ class Policy:
         """
         conversation = tuple(messages)
         if tokens is not None:
-            prompt = self._given(tokens)
+            prompt = self._prompt_of(tokens)
         elif self._threads is None:
             prompt = self._prompt(conversation)
         else:
@@ -186,21 +186,21 @@ class Policy:
         request = Request(prompt.tokens, sampling, key, prompt.media, unexpanded, conversation)
         if progress is not None:
             progress.begin(prompt)
-        done = await self._generate(request, progress)
+        completion = await self._generate(request, progress)
         turn = Turn(
             prompt.tokens,
-            done.tokens,
-            done.log_prob,
-            done.policy_version,
-            done.stop_reason,
-            self._renderer.decode(done.tokens) if done.text is None else done.text,
+            completion.tokens,
+            completion.log_prob,
+            completion.policy_version,
+            completion.stop_reason,
+            self._renderer.decode(completion.tokens) if completion.text is None else completion.text,
             prompt.media,
             participant=self._participant,
-            extra=done.extra,
+            extra=completion.extra,
         )
         self._rollout.turns[key.path] = turn
         self._history = (*conversation, Message("assistant", turn.text))
-        self._seen = prompt, turn.tokens
+        self._last = prompt, turn.tokens
         self._stop_reason = turn.stop_reason
         return turn
 
@@ -211,7 +211,8 @@ class Policy:
         it. Raises RolloutError for a turn that is not in the record, RewardError for an invalid reward.
         """
         record = self._rollout.turns
-        path = next((path for path, known in record.items() if known is turn), None)
+        # By identity: turns hold arrays, which `==` compares element by element.
+        path = next((path for path, recorded in record.items() if recorded is turn), None)
         if path is None:
             raise RolloutError(
                 "credit for a turn", "it is not in the record", "credit a turn that `generate` returned, and only once"
@@ -255,7 +256,7 @@ class Policy:
             other = self._joined(self._key)
             other._numbers = self._numbers
         other._participant = self._participant
-        other._history, other._seen, other._stop_reason = self._history, self._seen, self._stop_reason
+        other._history, other._last, other._stop_reason = self._history, self._last, self._stop_reason
         other._sampling = sampling or self._sampling
         return other
 
@@ -266,7 +267,7 @@ class Policy:
 
     def prompt_end(self, num_tokens: int) -> str:
         """The text of the last tokens of the prompt of the last completion; empty before the first one."""
-        return "" if self._seen is None else self._renderer.decode(self._seen[0].tokens[-num_tokens:])
+        return "" if self._last is None else self._renderer.decode(self._last[0].tokens[-num_tokens:])
 
     @property
     def history(self) -> tuple[Message, ...]:
@@ -300,7 +301,7 @@ class Policy:
         self._rollout.waiting.add(task)
         started = time.monotonic()
         try:
-            done = await sampled(self._engine, request, None if progress is None else progress.add)
+            completion = await sampled(self._engine, request, None if progress is None else progress.add)
         except (RolloutError, EngineFailure):
             raise
         except Exception as error:
@@ -311,7 +312,7 @@ class Policy:
             self._rollout.waiting.discard(task)
         self._refuse_late()
         self._rollout.engine_s += time.monotonic() - started
-        return done
+        return completion
 
     def _refuse_late(self) -> None:
         """Raises RolloutError after the end of the rollout."""
@@ -320,18 +321,18 @@ class Policy:
 
     def _prompt(self, conversation: tuple[Message, ...]) -> Prompt:
         """Renders a conversation. If it continues the last one, keeps the tokens of that and renders only the rest."""
-        known = len(self._history)
-        if self._seen and conversation[:known] == self._history and len(conversation) > known:
-            seen = self._seen[0].then(Prompt(self._seen[1]))
-            return self._renderer.extend(self._history, seen, self._stop_reason, conversation[known:])
+        past = len(self._history)
+        if self._last and conversation[:past] == self._history and len(conversation) > past:
+            start = self._last[0].then(Prompt(self._last[1]))
+            return self._renderer.extend(self._history, start, self._stop_reason, conversation[past:])
         return self._renderer.render(conversation)
 
-    def _given(self, tokens: IntArray) -> Prompt:
+    def _prompt_of(self, tokens: IntArray) -> Prompt:
         """The prompt of these tokens. If they begin with those of the last completion, it has the media of these."""
-        if self._seen is not None:
-            seen = self._seen[0].then(Prompt(self._seen[1]))
-            if np.array_equal(tokens[: len(seen)], seen.tokens):
-                return seen.then(Prompt(tokens[len(seen) :]))
+        if self._last is not None:
+            start = self._last[0].then(Prompt(self._last[1]))
+            if np.array_equal(tokens[: len(start)], start.tokens):
+                return start.then(Prompt(tokens[len(start) :]))
         return Prompt(tokens)
 
 

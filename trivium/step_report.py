@@ -46,7 +46,9 @@ def examples_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """The best and the worst rollout of a step, and one that failed, as rows of a table."""
     rollouts = [(trajectory.reward, group, trajectory) for group in groups for trajectory in group.alive]
     chosen = [pick(rollouts, key=lambda row: row[0]) for pick in (max, min) if rollouts]
-    failed = ((0.0, group, each) for group in groups for each in group.trajectories if each.failure is not None)
+    failed = (
+        (0.0, group, rollout) for group in groups for rollout in group.trajectories if rollout.failure is not None
+    )
     # By identity: if only one rollout succeeded, it is both the best and the worst.
     extremes = {id(row[2]): row for row in (*chosen, *islice(failed, 1))}
     return [

@@ -156,6 +156,7 @@ class Synchronizer(RunRole):
 
         def enter(values: Values) -> Values:
             exchange = values.get("exchange")
+            # The board calls this again if another process has written in between.
             entered.clear()
             if exchange is None or exchange["version"] != version or exchange["members"] is not None:
                 return values  # the exchange began without this explorer or was aborted

@@ -268,6 +268,7 @@ class Trainer:
         step."""
         version = self.train_step_num
         has_checkpoint = self.saver.step == version
+        # A copy, since the step changes these objects in place.
         before = {} if has_checkpoint else copy.deepcopy(await self._moving_state())
         self._thread.step = _InProgress(version, before)
         yield
@@ -282,10 +283,12 @@ class Trainer:
         Raises RolloutsFailing when too many of the step's trajectories failed.
         """
         schedule, version = self.schedule, self.train_step_num
-        shown = activity(f"step {version + 1}: rollouts", schedule.rollouts_per_step, groups=schedule.groups_per_step)
+        progress = activity(
+            f"step {version + 1}: rollouts", schedule.rollouts_per_step, groups=schedule.groups_per_step
+        )
         started = time.monotonic() - self.record.phases.get("wait", 0.0)  # of its rollouts under an evaluation
         try:
-            with self._timed("wait"), shown:
+            with self._timed("wait"), progress:
                 groups = await self._groups(version)
         except StopAsyncIteration:
             _log.info("the data ended at step %d", version)
@@ -522,14 +525,15 @@ class Trainer:
     def _timed(self, name: str) -> Generator[None]:
         started = time.monotonic()
         yield
+        # The wait belongs to the step after it, whose version does not exist yet.
         add_span(TRAINER_LANE, name, started, time.monotonic(), step=self.train_step_num + (name == "wait"))
         self.record.spend(name, time.monotonic() - started)
 
 
 def _keep_updates(engine: RecordingEngine, keep: Keep) -> None:
     """Keeps what the updates of the step recorded. Blocks."""
-    if (seen := engine.take_updates()) is not None:
-        keep(seen)
+    if (updates := engine.take_updates()) is not None:
+        keep(updates)
 
 
 class StepThread:
@@ -562,6 +566,7 @@ class StepThread:
             return await asyncio.shield(step)
         except asyncio.CancelledError:
             cancelled.set()
+            # Reads the error of a step that nothing awaits any more, which asyncio would log as never retrieved.
             step.add_done_callback(lambda step: step.cancelled() or step.exception())
             timeout = _INTERRUPTED_STEP_ENDS_S if interrupted.is_set() else _STEP_ENDS_S
             if interrupted.is_set() and not step.done():

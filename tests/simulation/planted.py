@@ -119,8 +119,8 @@ PLANTED = {
     ),
     "a step leaves a group out": Fault(
         "loops.py",
-        "return algorithm.batch(kept), metrics",
-        "return algorithm.batch(kept[1:] or kept), metrics",
+        "return algorithm.batch(filtered), metrics",
+        "return algorithm.batch(filtered[1:] or filtered), metrics",
         False,
         10,
     ),
