@@ -67,19 +67,20 @@ def evaluate(config: RunConfig, step: int, save: Path | None = None, tasks: Path
 def _refuse_foreign(config: RunConfig, save: Path | None, tasks: Path | None) -> None:
     """Raises ConfigError for a file to write that the evaluation reads, or that no evaluation of the run wrote."""
     saved = Path(config.run.dir) / _SAVED
-    own = saved.read_text(encoding="utf-8").split() if saved.is_file() else []
-    read = [Path(path).resolve() for path in getattr(config.tasks[str(config.evaluation.taskset)], "paths", ())]
+    hashes = saved.read_text(encoding="utf-8").split() if saved.is_file() else []
+    sources = [Path(path).resolve() for path in getattr(config.tasks[str(config.evaluation.taskset)], "paths", ())]
     for option, path in (("--save", save), ("--tasks", tasks)):
-        if path is not None and path.resolve() in read:
+        if path is not None and path.resolve() in sources:
             raise ConfigError(f"{option} {path}", "the tasks are read from it", "name a new file")
         if path is not None:
-            refuse_existing(path, option, is_own=lambda content: _hash(content) in own)
+            refuse_existing(path, option, is_own=lambda content: _hash(content) in hashes)
     if save is not None and tasks is not None and save.resolve() == tasks.resolve():
         raise ConfigError(f"--save and --tasks {save}", "both name one file", "name two")
 
 
 def _write(run_dir: Path, path: Path, rows: Iterable[dict[str, Any]]) -> None:
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    # The hash first: a command that is killed in between leaves no file that the next one refuses as foreign.
     with (run_dir / _SAVED).open("a", encoding="utf-8") as file:
         file.write(_hash(content) + "\n")
     atomic_write(path, content)

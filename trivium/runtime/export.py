@@ -94,10 +94,10 @@ def _check_trained(checkpoint: Checkpoint, role: str) -> None:
     current, earlier = _trained_roles(checkpoint.path), set[str]().union(*map(_trained_roles, ends))
     if role in current or (role == "policy" and (role in earlier or not current)):
         return
-    known = ", ".join(sorted(current)) or "no model with its own optimizer"
+    roles = ", ".join(sorted(current)) or "no model with its own optimizer"
     raise RunDirError(
         f"export the {role} of step {checkpoint.step}",
-        f"the run trained: {known}" + ("; its policy is the initial model" if role == "policy" else ""),
+        f"the run trained: {roles}" + ("; its policy is the initial model" if role == "policy" else ""),
         "use --role reward" if "reward" in current else "train one with algorithm.kind reward_model",
     )
 

@@ -291,8 +291,8 @@ def _remaining_stages(
                 record.update(carried(resume))
             if resume is None or resume.step < planned.last_version:
                 before = plan.stages[number - 1].config
-                known = resume is None and number > 0 and evaluates_alike(before, planned.config)
-                evaluated = store.open(ends[number - 1]).state["evaluated"] if known else None
+                is_evaluated = resume is None and number > 0 and evaluates_alike(before, planned.config)
+                evaluated = store.open(ends[number - 1]).state["evaluated"] if is_evaluated else None
                 record |= {"stage": number, "pinned": list(ends), "evaluated": evaluated}
                 _log.info("stage %d %s %d", number, BEGINS, resume.step if resume else first_version)
                 (run_dir / "summary.json").unlink(missing_ok=True)  # the summary marks a finished run
@@ -320,7 +320,9 @@ def explore(plan: Plan) -> dict[str, Any]:
         while number != len(stages) - 1 and (number := asyncio.run(waiting.wait_for_trainer(name))) is not None:
             _log.info("stage %d: explorer %s begins", number, name)
             if day := waiting.settings.get(DAY):
-                stages = [replace(each, config=on_day(each.config, date.fromisoformat(day))) for each in stages]
+                stages = [
+                    replace(planned, config=on_day(planned.config, date.fromisoformat(day))) for planned in stages
+                ]
             explored += 1
             store = CheckpointStore(run_dir / "checkpoints")
             stage = Stage.of(stages[number], run_dir, model_dir)

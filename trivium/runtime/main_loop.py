@@ -236,6 +236,7 @@ def _for_one_signal(number: int) -> None:
         return
     libc.signal.restype = c_void_p
     libc.signal.argtypes = libc.sysv_signal.argtypes = [c_int, c_void_p]
+    # `signal` returns the handler that Python has set, which stays the same: only the reset is new.
     libc.sysv_signal(number, libc.signal(number, None))
 
 
@@ -305,6 +306,7 @@ def _end_process(thread_id: int, silent_s: float) -> None:
     )
     _log.critical("%s", error)
     _log.info("the stack of the event loop:\n%s", "".join(traceback.format_list(stack)))
+    # `os._exit` flushes no file.
     logging.shutdown()
     os._exit(1)
 

@@ -108,7 +108,7 @@ class Findings:
 
 
 @dataclass
-class _Read:
+class _TokenCounts:
     """The numbers of tokens that the checks of a stage counted."""
 
     prompts: list[int] = field(default_factory=list[int])
@@ -133,8 +133,8 @@ class _Read:
             else f"{len(self.prompts)} of {self.num_tasks} prompts",
         )
         rows = f"{len(self.rows)} of {self.num_rows} sequences"
-        read = Lengths(max(self.rows), int(median(self.rows)), rows) if self.rows else None
-        return TaskTokens(prompts, read, self.evaluated, self.left_out)
+        lengths = Lengths(max(self.rows), int(median(self.rows)), rows) if self.rows else None
+        return TaskTokens(prompts, lengths, self.evaluated, self.left_out)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _StageHere:
     """The task sources read for this or an earlier stage; None for an unreadable one."""
     digests: dict[str, str] = field(default_factory=dict[str, str])
     """See `Findings.rows`; filled in while the tasks are checked."""
-    read: _Read = field(default_factory=_Read)
+    counts: _TokenCounts = field(default_factory=_TokenCounts)
     """Filled in likewise."""
 
     @cached_property
@@ -170,12 +170,12 @@ class _Taskset:
     judge: Judge | None
     """None if no explorer rolls the tasks out, or if the rewards cannot be built."""
     renderer: ChatRenderer | None
-    read: _Read
+    counts: _TokenCounts
     where: str
     """The place of their section in the config."""
 
     @property
-    def seen(self) -> range:
+    def places(self) -> range:
         """The indices of the tasks to check."""
         return range(len(self.tasks) if digest_of(self.tasks) else min(len(self.tasks), _MADE_TASKS))
 
@@ -190,7 +190,7 @@ class _Taskset:
         `allowed` (None: `workflow.max_failed_fraction`), else a warning. With `warns` (a probable mistake), they are
         always a warning."""
         if failing:
-            total = len(self.seen)
+            total = len(self.places)
             allowed = self.config.workflow.max_failed_fraction if allowed is None else allowed
             may_fail = len(failing) < total and len(failing) <= allowed * total
             found = f"{len(failing)} of {total} {'have others' if warns else 'do not'}: {failing[0]}"
@@ -210,14 +210,17 @@ def preflight(config: RunConfig, here: Machine, ranks: int, all_ranks: int = 0) 
     sources: dict[str, TaskSource | None] = {}
     for number, stage_config in enumerate(config.stage_configs()):
         stage = _StageHere(stage_config, number, here, ranks, all_ranks or ranks, sources)
-        own = STAGE_RULES.problems(stage)
-        if all(isinstance(problem, Caution) for problem in own):
-            own += _order_problems(stage)
-        tasks.append(stage.read.tokens())
+        of_stage = STAGE_RULES.problems(stage)
+        # These build the tasks and the renderer again, so a broken one would be reported twice.
+        if all(isinstance(problem, Caution) for problem in of_stage):
+            of_stage += _order_problems(stage)
+        tasks.append(stage.counts.tokens())
         prefix = f"stages[{number}]." if config.stages else ""
         rows |= {prefix + where: digest for where, digest in stage.digests.items()}
-        known = {problem[1:] for problem in problems}  # an earlier stage has reported them
-        problems += [problem._replace(where=prefix + problem.where) for problem in own if problem[1:] not in known]
+        reported = {problem[1:] for problem in problems}  # an earlier stage has reported them
+        problems += [
+            problem._replace(where=prefix + problem.where) for problem in of_stage if problem[1:] not in reported
+        ]
     return Findings(
         problems=[problem for problem in problems if not isinstance(problem, Caution)],
         warnings=[problem for problem in problems if isinstance(problem, Caution)],
@@ -316,15 +319,15 @@ def slow_devices(stage: _StageHere) -> Iterator[Problem]:
     if engine == "cpu" and trains_on_gpu:
         asked, found = "an engine on the CPU beside a trainer on a GPU", f"train.device is {train}"
         yield Caution("engine.device", asked, found, "set it to auto, or to cuda")
-    each = gpus_of(config.engine)
+    per_engine = gpus_of(config.engine)
     if (
         config.cluster.kind == "local"
         and _explores_here(config)
-        and stage.ranks > each
-        and (idle := stage.ranks % each)
+        and stage.ranks > per_engine
+        and (idle := stage.ranks % per_engine)
     ):
         found = f"{stage.ranks} ranks on this machine: the GPUs of {idle} of them sample nothing"
-        yield Caution("engine.tensor_parallel_size", f"engines over {each} GPUs", found, "choose a divisor")
+        yield Caution("engine.tensor_parallel_size", f"engines over {per_engine} GPUs", found, "choose a divisor")
     cluster, gpus = config.cluster, len(here.gpus)
     wanted = cluster.explorers * cluster.engines * gpus_of(config.engine) + cluster.ranks * trains_on_gpu
     if engine == "auto" and cluster.kind == "ray" and cluster.address is None and 0 < gpus < wanted:
@@ -426,9 +429,9 @@ def _unread_calls(config: RunConfig, renderer: ChatRenderer) -> Iterator[Problem
         problems = attempt("model.tool_calls", renderer.tool_format.check)
         yield from problems if offers else (Caution(*problem) for problem in problems)
         return
-    own = detected(rendered_by(tokenizer_in(Path(model.path)), model.template()))
-    if own.written and own.format is not resolve("tool_calls", model.tool_calls):
-        found = f"the chat template writes {own.written!r:.200}"
+    notation = detected(rendered_by(tokenizer_in(Path(model.path)), model.template()))
+    if notation.written and notation.format is not resolve("tool_calls", model.tool_calls):
+        found = f"the chat template writes {notation.written!r:.200}"
         do = "leave it out, unless the model was trained on another notation than that of its template"
         yield Caution("model.tool_calls", f"calls as {model.tool_calls} writes them", found, do)
 
@@ -452,11 +455,11 @@ def _task_problems(stage: _StageHere, renderer: ChatRenderer | None) -> Iterator
         if source is None:
             continue
         if name == config.evaluation.taskset:
-            stage.read.evaluated = len(source) * config.evaluation.samples
+            stage.counts.evaluated = len(source) * config.evaluation.samples
         judges = judge if _is_rolled_out(config, name) else None
-        for where, part, own in sources_in(source, config, name):
+        for where, part, part_config in sources_in(source, config, name):
             yield from _row_counts(stage, where, part)
-            yield from TASKSET_RULES.problems(_Taskset(own, name, part, judges, renderer, stage.read, where))
+            yield from TASKSET_RULES.problems(_Taskset(part_config, name, part, judges, renderer, stage.counts, where))
 
 
 def _row_counts(stage: _StageHere, where: str, source: TaskSource) -> Iterator[Problem]:
@@ -464,8 +467,8 @@ def _row_counts(stage: _StageHere, where: str, source: TaskSource) -> Iterator[P
     if digest := digest_of(source):
         stage.digests[where] = digest
     for what, count in left_out(source).items():
-        stage.read.left_out[f"{where}: {what}"] = count
-        first = "".join(f"; first {each.asked}" for each in getattr(source, "bad_rows", [])[:1] if "bad" in what)
+        stage.counts.left_out[f"{where}: {what}"] = count
+        first = "".join(f"; first {row.asked}" for row in getattr(source, "bad_rows", [])[:1] if "bad" in what)
         do = "set the key to `refuse` for an error instead"
         yield Caution(where, "all rows, whole", f"{count} rows are {what}{first}", do)
 
@@ -475,7 +478,7 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
     """Tasks lack columns that the rewards read, have unused ones, or repeat the ids of earlier tasks."""
     config, judge = taskset.config, taskset.judge
     if judge is not None:
-        rows = {taskset.row(place): taskset.tasks[place].columns for place in taskset.seen}
+        rows = {taskset.row(place): taskset.tasks[place].columns for place in taskset.places}
         lacking = [text for row in rows.values() if (text := judge.lacking(row))]
         do = "map a column to this name in the task source, or give the reward's parameter a default"
         yield from taskset.report("tasks with the columns that the rewards read", lacking, do)
@@ -504,7 +507,7 @@ def reward_results(taskset: _Taskset) -> Iterator[Problem]:
     others = taskset.name != "train" and _is_rolled_out(config, "train")  # that one's tasks are tried
     if judge is None or others or config.cluster.kind == "ray" or not _explores_here(config):
         return
-    judged = [place for place in taskset.seen if not judge.lacking(tasks[place].columns)]
+    judged = [place for place in taskset.places if not judge.lacking(tasks[place].columns)]
     for part in parts_of(config.rewards):
         places = [place for place in judged if part.weight(tasks[place].columns) is not None]
         if not places or not is_plain(part.reward):
@@ -523,7 +526,7 @@ def tool_names(taskset: _Taskset) -> Iterator[Problem]:
     if not isinstance(workflow, FunctionTools.Config) or not _is_rolled_out(taskset.config, taskset.name):
         return
     tools, unknown = [described_function(function_of(path)) for path in workflow.tools], list[str]()
-    for task in (taskset.tasks[place] for place in taskset.seen):
+    for task in (taskset.tasks[place] for place in taskset.places):
         try:
             chosen(tools, task)
         except DataError as error:
@@ -557,16 +560,16 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
         return
     if not isinstance(config.workflow, SingleTurn.Config) or not _is_rolled_out(config, taskset.name):
         if _is_rolled_out(config, taskset.name):
-            taskset.read.unread = f"workflow {config.workflow.kind!r} makes its prompts itself"
+            taskset.counts.unread = f"workflow {config.workflow.kind!r} makes its prompts itself"
         yield from _image_problems(taskset)
         return
     limit, longest, workflow = context_limit(config), longest_row(config, taskset.name), SingleTurn(config.workflow)
-    counted = _counted([workflow.prompt(taskset.tasks[place]) for place in taskset.seen])
-    taskset.read.num_tasks += len(taskset.tasks)
+    counted = _counted([workflow.prompt(taskset.tasks[place]) for place in taskset.places])
+    taskset.counts.num_tasks += len(taskset.tasks)
     small_alphabet = isinstance(config.model, TinyModel.Config)
     too_long, unreadable, refused, pictured = list[str](), list[str](), list[str](), 0
     fitting, forms = list[int](), set[tuple[str, ...]]()
-    for place in taskset.seen:
+    for place in taskset.places:
         task = taskset.tasks[place]
         messages = workflow.prompt(task)
         has_images = any(message.media for message in messages)
@@ -586,7 +589,7 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
             except DataError as error:
                 refused.append(f"task {task.task_id!r} (row {taskset.row(place)}): {error.found}")
                 continue
-        taskset.read.prompts += [length] * (place in counted)
+        taskset.counts.prompts += [length] * (place in counted)
         if longest is not None and length > longest:
             too_long.append(f"task {task.task_id!r} has {length} tokens, and {_holder('the context', limit, longest)}")
         else:
@@ -598,9 +601,9 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
     if pictured > _FIRST_IMAGES:
         yield from _image_problems(taskset)
     do = f"set tasks.{taskset.name}.on_overlong to drop or cut them, or raise engine.max_context"
-    own = getattr(config.tasks[taskset.name], "max_tokens", None)
+    max_tokens = getattr(config.tasks[taskset.name], "max_tokens", None)
     asked = "prompts that leave space for a completion"
-    yield from taskset.report(asked, too_long, do, allowed=None if own is None else 0.0)
+    yield from taskset.report(asked, too_long, do, allowed=None if max_tokens is None else 0.0)
     do = "add them to model.alphabet, or set it to bytes: the policy cannot read them"
     yield from taskset.report("prompts with characters that the model knows", unreadable, do, warns=True)
     yield from _short_completions(taskset, limit, fitting)
@@ -609,8 +612,8 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
 @TASKSET_RULES.rule
 def empty_prompts(taskset: _Taskset) -> Iterator[Problem]:
     """Prompts have no text. A workflow may make its prompts itself, and expert texts may all be without one."""
-    empty = [place for place in taskset.seen if _is_empty(taskset.tasks[place])]
-    meant = len(empty) == len(taskset.seen) and not _is_rolled_out(taskset.config, taskset.name)
+    empty = [place for place in taskset.places if _is_empty(taskset.tasks[place])]
+    meant = len(empty) == len(taskset.places) and not _is_rolled_out(taskset.config, taskset.name)
     if isinstance(taskset.config.workflow, SingleTurn.Config) and not meant:
         rows = [f"the prompt of row {taskset.row(place)} is empty" for place in empty]
         yield from taskset.report("prompts with text", rows, "give the rows a prompt, or drop them", warns=True)
@@ -623,21 +626,23 @@ def _is_empty(task: Task) -> bool:
 def _short_completions(taskset: _Taskset, limit: int | None, lengths: Sequence[int]) -> Iterator[Problem]:
     """The context leaves fewer tokens than the config asks for, after prompts of these lengths."""
     config, sampling = taskset.config, taskset.config.engine.sampling
-    own = config.evaluation.sampling.max_new_tokens if taskset.name == config.evaluation.taskset != "train" else None
-    is_set = own or "max_new_tokens" in sampling.model_fields_set or getattr(config.engine, "max_context", None)
-    wanted = own or sampling.max_new_tokens
+    eval_tokens = (
+        config.evaluation.sampling.max_new_tokens if taskset.name == config.evaluation.taskset != "train" else None
+    )
+    is_set = eval_tokens or "max_new_tokens" in sampling.model_fields_set or getattr(config.engine, "max_context", None)
+    wanted = eval_tokens or sampling.max_new_tokens
     if limit and is_set and wanted < limit and (cut := sum(length + wanted > limit for length in lengths)):
         found = f"the context of {limit} tokens leaves fewer after {cut} of {len(lengths)} prompts that were read: "
         found += f"{limit - max(lengths)} after the longest, of {max(lengths)} tokens"
         do = "lower it, shorten prompts, or raise engine.max_context: completions end at the end of the context"
-        key = f"{'evaluation' if own else 'engine'}.sampling.max_new_tokens"
+        key = f"{'evaluation' if eval_tokens else 'engine'}.sampling.max_new_tokens"
         yield Caution(key, f"completions of {wanted} tokens", found, do)
 
 
 def _image_problems(taskset: _Taskset) -> Iterator[Problem]:
     """Counts the tasks with images that are damaged or too large."""
     failing, skipped, end = list[str](), 0, time.monotonic() + _DECODING_S
-    for task in (taskset.tasks[place] for place in taskset.seen):
+    for task in (taskset.tasks[place] for place in taskset.places):
         look = decoded if time.monotonic() < end else check_image
         skipped += look is check_image and any(message.media for message in task.prompt)
         try:
@@ -678,20 +683,20 @@ def _order_problems(stage: _StageHere) -> Iterator[Problem]:
     held_out = (yield from attempt(f"tasks.{name}", lambda: build_tasks(config, name))) if name is not None else None
     if name is not None and held_out is not None:
         orders[name] = replace(schedule, tasks=held_out, shuffle=False, curriculum=None), len(held_out)
-    for taskset, (order, taken) in orders.items():
-        yield from _row_problems(stage, config, taskset, order, taken)
+    for taskset, (order, num_rows) in orders.items():
+        yield from _row_problems(stage, config, taskset, order, num_rows)
 
 
 def _row_problems(
-    stage: _StageHere, config: RunConfig, taskset: str, schedule: Schedule, taken: int
+    stage: _StageHere, config: RunConfig, taskset: str, schedule: Schedule, num_rows: int
 ) -> Iterator[Problem]:
-    """Checks the completions in the first `taken` rows of a taskset, in the order of `schedule`."""
+    """Checks the completions in the first `num_rows` rows of a taskset, in the order of `schedule`."""
     section, folder, shape = config.buffer, Path(config.run.dir), shape_in(config)
-    renderer, read = stage.renderer, stage.read
+    renderer, counts = stage.renderer, stage.counts
     assert isinstance(section, FileBuffer.Config)
     assert renderer is not None
-    seen = _Taskset(config, taskset, schedule.tasks, None, renderer, read, f"tasks.{taskset}").seen
-    limit, total = longest_row(config, taskset), min(len(seen), taken)
+    places = _Taskset(config, taskset, schedule.tasks, None, renderer, counts, f"tasks.{taskset}").places
+    limit, total = longest_row(config, taskset), min(len(places), num_rows)
     texts = [texts_of(schedule.at(slot).task) for slot in range(total)]
     counted = _counted(texts)
     slots = [
@@ -701,8 +706,8 @@ def _row_problems(
     ]
     buffer = FileBuffer(section, schedule=schedule, rollouts=folder, renderer=renderer, deadline_s=1.0)
     groups = yield from attempt(f"tasks.{taskset}", lambda: asyncio.run(buffer.taken_groups(slots)))
-    read.num_rows += total
-    read.rows += [length for group in groups or () if (length := max(_length(t) for t in group.trajectories))]
+    counts.num_rows += total
+    counts.rows += [length for group in groups or () if (length := max(_length(t) for t in group.trajectories))]
     held = _holder("the model", shape and shape.max_positions, limit or 0)
     too_long = [
         f"task {group.task.task_id!r} has {length} tokens, and {held}"

@@ -83,12 +83,12 @@ def _as_mapping(config: ConfigSource) -> dict[str, Any]:
     return dict(config)
 
 
-def _section(own: object, source: Rows, where: str) -> tuple[Any, str | None]:
+def _section(section: object, source: Rows, where: str) -> tuple[Any, str | None]:
     """Returns a taskset's section of the config, and the given rows as text. For given rows and functions, the config's
     `template`, `answer`, ... apply, unless the config names a kind of source."""
     if isinstance(source, str) or is_mapping(source):
         return source, None
-    columns = {} if not is_mapping(own) or "kind" in own else dict(own)
+    columns = {} if not is_mapping(section) or "kind" in section else dict(section)
     if callable(source):
         return {**columns, "kind": "python", "source": source}, None
     text = as_lines(source, where, skips=columns.get("on_bad_row") == "skip")
@@ -130,6 +130,7 @@ def beside_a_loop(work: Callable[[], T]) -> T:
         return result.result()
     except KeyboardInterrupt:
         if thread.ident is not None and not result.done():
+            # Python delivers signals to the main thread alone.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
             )

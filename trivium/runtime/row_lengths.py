@@ -43,19 +43,23 @@ def is_learned_from(config: RunConfig, taskset: str) -> bool:
 def longest_row(config: RunConfig, taskset: str) -> int | None:
     """The most tokens of a row of a taskset: of a whole sequence to learn from, or of a prompt, which leaves space for
     a token. None: no limit is known."""
-    shape, limit, own = shape_in(config), context_limit(config), getattr(config.tasks[taskset], "max_tokens", None)
+    shape, limit, max_tokens = (
+        shape_in(config),
+        context_limit(config),
+        getattr(config.tasks[taskset], "max_tokens", None),
+    )
     if is_learned_from(config, taskset):
-        bounds = (own, None if shape is None else shape.max_positions)
+        bounds = (max_tokens, None if shape is None else shape.max_positions)
     else:
-        bounds = (own, None if limit is None else limit - 1)
+        bounds = (max_tokens, None if limit is None else limit - 1)
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def fit(tasks: TaskSource, config: RunConfig, taskset: str) -> None:
     """Drops or cuts the rows that are too long, if the section of the taskset says that."""
     if isinstance(tasks, Sources):
-        for _, part, own in sources_in(tasks, config, taskset):
-            fit(part, own, taskset)
+        for _, part, part_config in sources_in(tasks, config, taskset):
+            fit(part, part_config, taskset)
     longest = longest_row(config, taskset)
     if not isinstance(tasks, RowTasks) or tasks.config.on_overlong == "refuse" or longest is None:
         return
@@ -66,8 +70,8 @@ def fit(tasks: TaskSource, config: RunConfig, taskset: str) -> None:
         fitted = _fitted_rows(tasks, config, renderer, longest)
     else:
         fitted = _fitted_prompts(tasks, config, renderer, longest)
-    kept = {place: new for place in range(len(tasks)) if (new := fitted(tasks[place])) is not None}
-    tasks.keep(kept, num_cut=sum(new is not tasks[place] for place, new in kept.items()))
+    rows = {place: row for place in range(len(tasks)) if (row := fitted(tasks[place])) is not None}
+    tasks.keep(rows, num_cut=sum(row is not tasks[place] for place, row in rows.items()))
 
 
 def sources_in(tasks: TaskSource, config: RunConfig, taskset: str) -> Iterator[tuple[str, TaskSource, RunConfig]]:
@@ -76,8 +80,8 @@ def sources_in(tasks: TaskSource, config: RunConfig, taskset: str) -> Iterator[t
     if not (isinstance(tasks, Sources) and isinstance(section, Sources.Config)):
         yield where, tasks, config
         return
-    for number, (part, own) in enumerate(zip(tasks.parts, section.sources, strict=True)):
-        yield f"{where}[{number}]", part, config.model_copy(update={"tasks": {**config.tasks, taskset: own}})
+    for number, (part, part_section) in enumerate(zip(tasks.parts, section.sources, strict=True)):
+        yield f"{where}[{number}]", part, config.model_copy(update={"tasks": {**config.tasks, taskset: part_section}})
 
 
 def row_number(tasks: TaskSource, place: int) -> int:
@@ -114,7 +118,7 @@ def _fitted_rows(tasks: RowTasks, config: RunConfig, renderer: ChatRenderer, lon
         if surely_within(longest, texts_of(task)) and not has_images(task.prompt):
             return task
         try:
-            turns = [turn for each in buffer.group_of(Assignment(0, task, 0)).trajectories for turn in each.turns]
+            turns = [turn for expert in buffer.group_of(Assignment(0, task, 0)).trajectories for turn in expert.turns]
         except DataError:
             return task  # the check of the rows reports it
         if not any(excess(turns, longest)):
@@ -129,6 +133,7 @@ def _fitted_prompts(tasks: RowTasks, config: RunConfig, renderer: ChatRenderer, 
     """For tasks to roll out. Other workflows than a single turn make their prompts from these messages."""
     workflow = SingleTurn(config.workflow) if isinstance(config.workflow, SingleTurn.Config) else None
     how, space = tasks.config.on_overlong, config.engine.sampling.max_new_tokens
+    # Space for a whole completion remains, but at most half of the context: a long completion leaves a prompt.
     wanted = longest if tasks.config.max_tokens else longest + 1 - min(space, (longest + 1) // 2)
 
     def messages(task: Task) -> tuple[Message, ...]:
@@ -143,23 +148,23 @@ def _fitted_prompts(tasks: RowTasks, config: RunConfig, renderer: ChatRenderer, 
         try:
             if length(task) <= longest:
                 return task
-            return None if how == "drop" else _cut_prompt(task, max(1, wanted), length, left=how == "cut_left")
+            return None if how == "drop" else _cut_prompt(task, max(1, wanted), length, from_left=how == "cut_left")
         except DataError:
             return task  # the check of the prompts reports it
 
     return fitted
 
 
-def _cut_prompt(task: Task, longest: int, length: Callable[[Task], int], *, left: bool) -> Task | None:
-    """The task without the beginning (`left`) or the end of its last user message, whose marks of the template stay
-    whole; None if that does not suffice, or if the message has images, whose places are in the text."""
+def _cut_prompt(task: Task, longest: int, length: Callable[[Task], int], *, from_left: bool) -> Task | None:
+    """The task without the beginning (`from_left`) or the end of its last user message, whose marks of the template
+    stay whole; None if that does not suffice, or if the message has images, whose places are in the text."""
     place = max((n for n, message in enumerate(task.prompt) if message.role == "user"), default=None)
     if place is None or task.prompt[place].media:
         return None
     text = task.prompt[place].content
 
     def with_characters(number: int) -> Task:
-        content = text[len(text) - number :] if left else text[:number]
+        content = text[len(text) - number :] if from_left else text[:number]
         message = replace(task.prompt[place], content=content)
         return replace(task, prompt=(*task.prompt[:place], message, *task.prompt[place + 1 :]))
 

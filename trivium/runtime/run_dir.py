@@ -350,9 +350,11 @@ def _record(run_dir: Path, changes: Sequence[Difference]) -> None:
     rows = recorded_changes(run_dir)
     if not changes or row in rows[-1:]:
         return
-    atomic_write(run_dir / _CHANGES, "".join(json.dumps(each) + "\n" for each in (*rows, row)))
-    shown = ", ".join(f"{change.where}: {change.before} -> {change.now}" for change in changes)
-    _log.warning("changed after step %d: %s. A run that begins with these values gives other bits", row["step"], shown)
+    atomic_write(run_dir / _CHANGES, "".join(json.dumps(change) + "\n" for change in (*rows, row)))
+    differences = ", ".join(f"{change.where}: {change.before} -> {change.now}" for change in changes)
+    _log.warning(
+        "changed after step %d: %s. A run that begins with these values gives other bits", row["step"], differences
+    )
 
 
 def _remove(path: Path) -> None:

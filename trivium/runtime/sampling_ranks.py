@@ -33,11 +33,11 @@ def engine_over_ranks(stage: Stage, trainer: TrainEngine) -> RolloutEngine:
     from trivium.training.distributed.data_parallel import DistributedTrainEngine
     from trivium.training.distributed.torchrun import shared_key
 
-    own = build_engine(stage)
+    engine = build_engine(stage)
     if not isinstance(trainer, DistributedTrainEngine) or not trainer.samplers:
-        return own
+        return engine
     others = [(f"rank {rank}", address) for rank, address in trainer.samplers.items()]
-    return ProcessPool(own, others, shared_key(), stage.config.sync.deadline_s)
+    return ProcessPool(engine, others, shared_key(), stage.config.sync.deadline_s)
 
 
 def serve_train_rank(config: RunConfig, at_end: Callable[[], None]) -> None:
@@ -48,8 +48,8 @@ def serve_train_rank(config: RunConfig, at_end: Callable[[], None]) -> None:
     from trivium.training.distributed.torchrun import serve_rank, shared_key
 
     def make(announcement: dict[str, Any]) -> RankVerbs:
-        own = with_limits(config.stage_configs()[int(announcement["number"])], *announcement.pop("limits"))
-        stage = Stage(config=own, **announcement)
+        limited = with_limits(config.stage_configs()[int(announcement["number"])], *announcement.pop("limits"))
+        stage = Stage(config=limited, **announcement)
         engine = cast("TorchTrainEngine", build_rank_engine(stage, algorithm_of(stage.config), None))
         hosts = samples_here(stage) and hosts_engine(stage.config, local_rank(), ranks_here())
         sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None

@@ -23,7 +23,7 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
         where = f"stages[{number}].rewards" if config.stages else "rewards"
         for reward in _of_stages(stage.rewards):
             name = str(reward.stage)
-            model, earlier = f"the reward model of the stage {name!r}", [each for each in names[:number] if each]
+            model, earlier = f"the reward model of the stage {name!r}", list(filter(None, names[:number]))
             if name not in earlier:
                 found = "that is no earlier stage" if name in names else "no stage has this name"
                 do = suggest(name, earlier) if earlier else "give an earlier stage, which trains it, this `name`"
