@@ -126,8 +126,8 @@ def cut(
         return _even(row_units, [sum(lengths[row] for row in rows) for rows in row_units], max_tokens, workers)
 
     def fits(rows: Sequence[int]) -> bool:
-        taken = [lengths[row] for row in rows]
-        tokens = len(taken) * max(taken) if padded else sum(taken)
+        sizes = [lengths[row] for row in rows]
+        tokens = len(sizes) * max(sizes) if padded else sum(sizes)
         return tokens <= max_tokens and (max_sequences is None or len(rows) <= max_sequences)
 
     return _filled(sorted(row_units, key=lambda rows: -max(lengths[row] for row in rows)), fits)
@@ -206,7 +206,7 @@ def prefixes_of(batch: Batch, *, routed: bool = False) -> Prefixes:
     tokens are equal. With `routed`, tokens are shared only if they go through the same experts."""
     keys = [experience.tokens for experience in batch.experiences]
     if any(experience.media for experience in batch.experiences):
-        keys = [_seen_tokens(experience) for experience in batch.experiences]
+        keys = [_keys_with_images(experience) for experience in batch.experiences]
     if routed:
         keys = _with_routing(keys, [experience.extra.get("routing") for experience in batch.experiences])
     return Prefixes(keys)
@@ -220,19 +220,20 @@ def _with_routing(keys: Sequence[AnyArray], arrays: Sequence[AnyArray | None]) -
     joined: list[AnyArray] = []
     for key, array in zip(keys, arrays, strict=True):
         array = np.zeros((len(key), *one.shape[1:]), one.dtype) if array is None else array
-        both = np.concatenate([each.reshape(len(key), -1).view(np.uint8) for each in (key, array)], 1)
+        both = np.concatenate([part.reshape(len(key), -1).view(np.uint8) for part in (key, array)], 1)
         joined.append(both.view(f"V{both.shape[1]}")[:, 0])
     return joined
 
 
-def _seen_tokens(experience: Experience) -> AnyArray:
+def _keys_with_images(experience: Experience) -> AnyArray:
     """(L,) int64: the tokens. Those of an image are replaced by a negative hash of the image and its tokens."""
-    seen = experience.tokens.astype(np.int64)
+    tokens = experience.tokens.astype(np.int64)
     for item in experience.media:
         start, stop = item.span or (0, 0)
         digest = blake2b(item.sha256.encode() + experience.tokens[start:stop].tobytes(), digest_size=8).digest()
-        seen[start:stop] = -1 - (int.from_bytes(digest, "little") >> 1)
-    return seen
+        # 63 bits of the hash, so that the negative number fits into int64.
+        tokens[start:stop] = -1 - (int.from_bytes(digest, "little") >> 1)
+    return tokens
 
 
 def work_of(batch: Batch, rows: Sequence[int], tree: Tree | None) -> npt.NDArray[np.int64]:
@@ -278,12 +279,12 @@ class MicroBatch:
 def first_pass(updates: Sequence[Batch]) -> Batch | None:
     """Joins the mini-batches of the first pass of a train step's updates. Returns None if there are none."""
     first: list[Batch] = []
-    seen = set[tuple[str, int]]()
+    earlier = set[tuple[str, int]]()
     for batch in updates:
         members = _members(batch)
-        if members.isdisjoint(seen):  # else the mini-batch belongs to a later pass
+        if members.isdisjoint(earlier):  # else the mini-batch belongs to a later pass
             first.append(batch)
-            seen |= members
+            earlier |= members
     return joined(first)
 
 

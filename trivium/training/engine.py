@@ -127,8 +127,8 @@ class TorchTrainEngine(DescribedTorchTrainEngine, SteppedEngine):
         role, kind = SCORED_BY[what]
         if what == "student_top":
             batch = batch.with_columns(student_top=self._learner("policy").score(batch, "top"))
-        read = batch.under_teacher() if role == "teacher" else batch
-        scores = (learner := self._learner(role)).score(read, kind)
+        prompted = batch.under_teacher() if role == "teacher" else batch
+        scores = (learner := self._learner(role)).score(prompted, kind)
         self._work.add(self.version, f"score/{what}", learner.work)
         return batch.from_teacher(scores) if role == "teacher" else scores
 
@@ -142,8 +142,8 @@ class TorchTrainEngine(DescribedTorchTrainEngine, SteppedEngine):
         torch.set_num_threads(self._models.threads)
         learner = self._learner(role)
         learner.keeps_tokens = self.settings.keeps_updates and role == "policy"
-        taken = self.version - self._first_version
-        lr = learning_rate(self._models.optimizer_config(role), taken, self._total_steps)
+        step = self.version - self._first_version
+        lr = learning_rate(self._models.optimizer_config(role), step, self._total_steps)
         optimizer = cast(Optimizer, learner.optimizer)
         before = optimizer.steps_started
         try:
@@ -152,19 +152,21 @@ class TorchTrainEngine(DescribedTorchTrainEngine, SteppedEngine):
                 cast(TrainableObjective, objective),
                 lr,
                 self._models.max_grad_norm(role),
-                step=taken,
+                step=step,
                 who=f"the {role} in train step {self.version + 1}",
                 totals=totals,
             )
             self._work.add(self.version, f"update/{role}", learner.work)
             if role == "policy" and (teacher := self._learners.get("teacher")) is not None and teacher.role.rate:
                 teacher.follow(learner)
-            if learner.seen:
-                self._updates.append(Batch(batch.experiences).with_columns(**learner.seen))
+            if learner.loss_columns:
+                self._updates.append(Batch(batch.experiences).with_columns(**learner.loss_columns))
             return metrics
         finally:
             if optimizer.steps_started > before:
                 self._moved_from = self.version
+            # After an error before the optimizer step these are still the weights of the version, and the run can save
+            # them.
             self.holds_version = self._moved_from != self.version
             self.free_cache()
 
@@ -216,9 +218,9 @@ class TorchTrainEngine(DescribedTorchTrainEngine, SteppedEngine):
         """Returns what `update` would report, without the learning rate and, unless `gradient` is set, without the
         gradient norm. Does not change the weights."""
         torch.set_num_threads(self._models.threads)
-        taken = self.version - self._first_version
+        step = self.version - self._first_version
         return self._learner(role).measure(
-            batch, cast(TrainableObjective, objective), step=taken, totals=totals, gradient=gradient
+            batch, cast(TrainableObjective, objective), step=step, totals=totals, gradient=gradient
         )
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
@@ -249,8 +251,8 @@ class TorchTrainEngine(DescribedTorchTrainEngine, SteppedEngine):
         if self.config.critic_path is not None:
             others["critic"] = Path(self.config.critic_path)
         try:
-            own = read_shape(self._models.model_dir)
-            roles = dict.fromkeys(("policy", "critic", "reward", "reference", "teacher"), own)
+            shape = read_shape(self._models.model_dir)
+            roles = dict.fromkeys(("policy", "critic", "reward", "reference", "teacher"), shape)
             return {**roles, **{role: read_shape(path) for role, path in others.items()}}
         except DataError:
             return {}

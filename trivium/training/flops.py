@@ -66,7 +66,7 @@ class WorkDone:
         by_rank = ranks.all_gather(self._by_phase)
         parts = dict(phases)
         for name in phases.keys() & self._by_phase.keys():
-            computed, whole = np.sum([each[name] for each in by_rank if name in each], 0)
+            computed, whole = np.sum([work[name] for work in by_rank if name in work], 0)
             fractions = np.divide(computed, whole, out=np.ones(len(whole)), where=whole > 0)
             entire = parts[name]
             sizes = (entire.tokens, entire.squares, entire.image_tokens, entire.image_squares)
@@ -95,18 +95,18 @@ def utilisation(
     """
     flops = {"score": 0.0, "update": 0.0}
     seconds = dict.fromkeys(flops, 0.0)
-    for name, each in phases.items():
+    for name, phase in phases.items():
         kind, _, what = name.partition("/")
         role = role_of.get(what, what) if kind == "score" else what
         if kind not in flops or role not in models:
             continue
         shape, backward, with_adapter = models[role], kind == "update", adapted if role == "policy" else 0
-        head_tokens = each.trained_tokens if role in ("policy", "reference", "teacher") else 0
-        flops[kind] += shape.flops(each.tokens, each.squares, head_tokens, backward=backward, adapted=with_adapter)
+        head_tokens = phase.trained_tokens if role in ("policy", "reference", "teacher") else 0
+        flops[kind] += shape.flops(phase.tokens, phase.squares, head_tokens, backward=backward, adapted=with_adapter)
         if shape.vision is not None:
             learns = backward and vision_tower in (None, "trained") and not with_adapter
-            flops[kind] += shape.vision.flops(each.image_tokens, each.image_squares) * (3 if learns else 1)
-        seconds[kind] += each.seconds
+            flops[kind] += shape.vision.flops(phase.image_tokens, phase.image_squares) * (3 if learns else 1)
+        seconds[kind] += phase.seconds
     if not sum(seconds.values()):
         return {}
     mfu = {f"perf/mfu/{kind}": flops[kind] / seconds[kind] / peak for kind in flops if seconds[kind]}

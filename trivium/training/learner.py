@@ -94,8 +94,8 @@ class Learner:
         """Whether to try the largest micro-batch after the next update."""
         self._loss_lock = threading.Lock()
         self.keeps_tokens = False
-        """Whether `seen` is kept."""
-        self.seen: dict[str, list[AnyArray]] = {}
+        """Whether `loss_columns` is kept."""
+        self.loss_columns: dict[str, list[AnyArray]] = {}
         """Per-token columns of the last update's loss, leading axis L; NaN for tokens without a value."""
         self.work = np.zeros((2, 4), np.int64)
         """The work that the last score or update computed, and the work of all sequences of its batch (`work_done`)."""
@@ -153,7 +153,7 @@ class Learner:
         if mini.totals.tokens == 0:
             return tokens
         tally = self._backward(mini)
-        self.seen = tally.tokens(batch) if self.keeps_tokens else {}
+        self.loss_columns = tally.tokens(batch) if self.keeps_tokens else {}
         rate = optimizer.lr if lr is None else lr
         norm = self._step(lr, max_grad_norm, who, partial(_not_finite, batch, tally))
         if self._is_untried:
@@ -193,6 +193,8 @@ class Learner:
     def _step(self, lr: float | None, max_grad_norm: float, who: str, origin: Callable[[], str] | None = None) -> float:
         """Takes a step on the accumulated gradient, which it drops, and returns the norm."""
         optimizer = self._trained()
+        # A model that has workers is small: two threads of its step waited for each other, up to 25 ms beside other
+        # work.
         with nullcontext() if self.passes.workers is None else one_thread():
             norm = optimizer.step(lr, max_grad_norm, who, origin)
         optimizer.zero_grad()
@@ -315,12 +317,12 @@ class Learner:
 def follow(average: PreTrainedModel, policy: LanguageModel | ValueModel, rate: float) -> None:
     """Moves the weights of `average` towards those of the policy: by 1, they are the same. An adapter of the policy
     that `average` lacks is merged. All ranks must call it."""
-    own = dict(average.named_parameters())
+    parameters = dict(average.named_parameters())
     if isinstance(policy, LanguageModel) and has_adapter(policy.module) and not has_adapter(average):
-        merged = ((name, tensor) for name, tensor in full_weights(policy) if name in own)
-        pairs = ((own[name], shard_like(tensor, own[name])) for name, tensor in merged)
+        merged = ((name, tensor) for name, tensor in full_weights(policy) if name in parameters)
+        pairs = ((parameters[name], shard_like(tensor, parameters[name])) for name, tensor in merged)
     else:
-        pairs = zip(own.values(), policy.module.parameters(), strict=True)
+        pairs = zip(parameters.values(), policy.module.parameters(), strict=True)
     for parameter, current in pairs:
         parameter.mul_(1 - rate).add_(current.detach(), alpha=rate)
 
@@ -371,7 +373,7 @@ def _not_finite(batch: Batch, tally: Tally) -> str:
     """Names the inputs, else the losses, that are not finite; empty if all are finite."""
     for name, arrays in batch.columns.items():
         trained = zip(batch.experiences, arrays, strict=True)
-        wrong = sum(not np.isfinite(array[each.response_mask]).all() for each, array in trained)
+        wrong = sum(not np.isfinite(array[experience.response_mask]).all() for experience, array in trained)
         if wrong:
             return f"{name} of {wrong} of {len(batch)} sequences are not finite"
     return tally.not_finite()

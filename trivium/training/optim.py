@@ -20,11 +20,11 @@ from trivium.training.distributed.fsdp import OnShards, full_scalar
 from trivium.training.section import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, taken: int, total_steps: int) -> float:
-    """The learning rate of the train step that follows `taken` others of its stage. All its mini-batches share it."""
-    if taken < config.warmup_steps:
-        return config.peak * (taken + 1) / config.warmup_steps
-    progress = min(1.0, (taken - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+def learning_rate(config: OptimizerConfig, num_steps: int, total_steps: int) -> float:
+    """The learning rate of the train step that follows `num_steps` others of its stage, for all its mini-batches."""
+    if num_steps < config.warmup_steps:
+        return config.peak * (num_steps + 1) / config.warmup_steps
+    progress = min(1.0, (num_steps - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
     remaining = {
         "constant": 1.0,
         "linear": 1.0 - progress,
@@ -105,6 +105,7 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_grad_norm, norm)
         for group in self._optimizer.param_groups if lr is not None else ():
             group["lr"] = lr
+        # Counted before the step: after an error within it, some weights may have changed.
         self.steps_started += 1
         with OnShards("_fused_adamw_"):
             self._optimizer.step()
@@ -134,7 +135,7 @@ class Optimizer:
         for gradient in (p.grad for p in self.parameters.values() if p.grad is not None):
             by_mesh.setdefault(gradient.device_mesh if is_sharded(gradient) else None, []).append(gradient)
         # Only tensors of one mesh have a common norm, which counts what their ranks hold in common once.
-        norms = [full_scalar(torch.nn.utils.get_total_norm(each)) for each in by_mesh.values()]
+        norms = [full_scalar(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
         return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
     def _origin(self, origin: Callable[[], str] | None) -> str:

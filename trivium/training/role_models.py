@@ -116,7 +116,7 @@ class RoleModels:
             critic = ValueModel(sources.critic, seed=self.seed, **self._model_options)
             learners["critic"] = self._prepared("critic", critic, trained=True)
         if "reward" in roles:
-            objective = next(each for each in algorithm.objectives if each.role == "reward")
+            objective = next(one for one in algorithm.objectives if one.role == "reward")
             scale: float | None = getattr(objective, "scale", None)
             reward = ScoreModel(sources.reward, scale=scale, seed=self.seed, **self._model_options)
             learners["reward"] = self._prepared("reward", reward, trained=True)
@@ -132,19 +132,19 @@ class RoleModels:
         if self.config.critic_path is None:
             return ModelSources(self.model_dir, self.model_dir, self.model_dir)
         critic = Path(self.config.critic_path)
-        own, policy = read_shape(critic).vocabulary, read_shape(self.model_dir).vocabulary
-        if own < policy:
+        of_critic, of_policy = read_shape(critic).vocabulary, read_shape(self.model_dir).vocabulary
+        if of_critic < of_policy:
             raise ConfigError(
                 f"train.critic_path: {critic}",
-                f"its vocabulary has {own} tokens, and the policy's {policy}",
+                f"its vocabulary has {of_critic} tokens, and the policy's {of_policy}",
                 "name a model with the policy's tokenizer",
             )
         return ModelSources(self.model_dir, critic, self.model_dir)
 
     def max_grad_norm(self, role: str) -> float:
         """The largest gradient norm of a role. The critic may have a separate one."""
-        own = self.config.critic_max_grad_norm if role == "critic" else None
-        return self.config.max_grad_norm if own is None else own
+        limit = self.config.critic_max_grad_norm if role == "critic" else None
+        return self.config.max_grad_norm if limit is None else limit
 
     def optimizer_config(self, role: str) -> OptimizerConfig:
         """The optimizer of a role. The critic may have a separate one."""
@@ -207,8 +207,8 @@ class RoleModels:
             model.adapt(lora, seed=self.seed, adapter=sources.adapter)
         if self.config.router_replay != "off":
             model.replay_routing()
-        own = algorithm.teacher.top_k if "student_top" in algorithm.needs and algorithm.teacher is not None else 0
-        return self._prepared("policy", model, trained=trained, top_k=min(own, model.vocabulary))
+        top_k = algorithm.teacher.top_k if "student_top" in algorithm.needs and algorithm.teacher is not None else 0
+        return self._prepared("policy", model, trained=trained, top_k=min(top_k, model.vocabulary))
 
     def _reference(self, policy: Learner | None, role: str = "reference", top_k: int = 0) -> Learner:
         """The initial policy of the stage. With LoRA, this is the policy with its adapter disabled, if this process
@@ -305,7 +305,7 @@ class RoleModels:
             if role == "critic" and isinstance(learner.model, ActorCritic):
                 models.append("critic, a head of the policy")
                 continue
-            parameters = [(each.numel(), each.requires_grad) for each in learner.model.module.parameters()]
+            parameters = [(weight.numel(), weight.requires_grad) for weight in learner.model.module.parameters()]
             number, trained = sum(size for size, _ in parameters), sum(size for size, grad in parameters if grad)
             # A quantized layer has no parameters: its elements are counted from its shape.
             packed = (layer for layer in learner.model.module.modules() if original(layer) is layer)
@@ -315,7 +315,7 @@ class RoleModels:
             models.append(f"{role} of {number:,} parameters, {some}")
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"{self.threads} threads"
         ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
-        if self.config.share_prefix and not all(each.passes.share_prefixes for each in learners.values()):
+        if self.config.share_prefix and not all(learner.passes.share_prefixes for learner in learners.values()):
             models.append("prefixes are not shared by a model that does not pack")
         precision = precision_note(self.device, self.config.dtype)
         return f"trains on {self.device.type} ({name}{ranks}) in {precision}: {'; '.join(models)}"

@@ -148,10 +148,11 @@ class Snapshot:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
+            # Also after an error: the other ranks wait for what this one reports.
             problems = self._all_gather(problem)
-        for rank, each in enumerate(problems):
-            if each:
-                raise RunDirError(f"rank {rank}'s part of {directory.name}", each, "fix the cause and run it again")
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise RunDirError(f"rank {rank}'s part of {directory.name}", problem, "fix the cause and run it again")
 
     def _all_gather(self, problem: str) -> list[str]:
         """Each rank's problem."""
@@ -177,7 +178,7 @@ def full_specs(model: LanguageModel, engine_dtype: str) -> tuple[TensorSpec, ...
     """The specs of `full_weights`, narrowed to `engine_dtype`."""
     base = base_state(model.module)
     types = {name: torch.empty(0, dtype=merged_dtype(model.module, base, name)) for name in model.names}
-    narrow = {name: type_name(narrowed(each, engine_dtype).dtype) for name, each in types.items()}
+    narrow = {name: type_name(narrowed(example, engine_dtype).dtype) for name, example in types.items()}
     return tuple(TensorSpec(name, narrow[name], tuple(base[name].shape)) for name in model.names)
 
 
@@ -219,6 +220,7 @@ def take_snapshot(
     for number, (file, path, names) in enumerate(parts):
         is_own, tensors = number % ranks.size == ranks.rank, dict[str, torch.Tensor]()
         for name in names:
+            # Also those that other ranks write: a gather is a collective call.
             tensor = file.gathered(name)
             if is_own:
                 on_cpu = tensor.cpu()
@@ -318,22 +320,22 @@ def write_in_background(snapshot: Snapshot, directory: Path, report: str) -> Non
     """Writes a snapshot in a thread. The first rank reports progress in the file `report` of the directory, which
     `wait_until_written` reads."""
     make_unless_staged(directory)
-    done: Future[None] = Future()
+    result: Future[None] = Future()
 
     def write() -> None:
         try:
             snapshot.write(directory)
         except BaseException as error:
-            done.set_exception(error)
+            result.set_exception(error)
         else:
-            done.set_result(None)
+            result.set_result(None)
 
     def report_progress() -> None:
         beats = 0
-        while not done.done():
+        while not result.done():
             atomic_write(directory / report, json.dumps({"beats": (beats := beats + 1)}))
-            wait([done], _BEAT_S)
-        error = done.exception()
+            wait([result], _BEAT_S)
+        error = result.exception()
         problem = "" if error is None else f"{type(error).__name__}: {error}"
         atomic_write(directory / report, json.dumps({"done": True, "problem": problem}))
 
@@ -345,11 +347,11 @@ def write_in_background(snapshot: Snapshot, directory: Path, report: str) -> Non
 def wait_until_written(report: Path) -> None:
     """Waits until `write_in_background` has finished. Raises RunDirError if it failed, RoleFailed if it reports no
     progress."""
-    seen, last_change = "", time.monotonic()
+    last_text, last_change = "", time.monotonic()
     while True:
         text = report.read_text(encoding="utf-8") if report.is_file() else ""
-        if text != seen:
-            seen, last_change = text, time.monotonic()
+        if text != last_text:
+            last_text, last_change = text, time.monotonic()
         progress = json.loads(text or "{}")
         if progress.get("done"):
             report.unlink()

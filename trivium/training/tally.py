@@ -34,13 +34,13 @@ class Tally:
 
     def tokens(self, batch: Batch) -> dict[str, list[AnyArray]]:
         """The per-token columns of the losses for the batch, leading axis L."""
-        seen: dict[str, list[AnyArray | None]] = {}
+        columns: dict[str, list[AnyArray | None]] = {}
         lengths = batch.lengths
         for rows, values in self._tokens:
             for name, grid in values.items():
                 numbers = grid.float().cpu().numpy()
-                numbers.setflags(write=False)  # columns copy arrays that are writable
-                column = seen.setdefault(name, [None] * len(batch))
+                numbers.setflags(write=False)  # `with_columns` copies arrays that are writable
+                column = columns.setdefault(name, [None] * len(batch))
                 for row, of_row in zip(rows, numbers, strict=True):
                     column[row] = of_row[: lengths[row]]
         return {
@@ -48,13 +48,13 @@ class Tally:
                 np.full(length, np.nan, np.float32) if array is None else array
                 for length, array in zip(lengths, column, strict=True)
             ]
-            for name, column in seen.items()
+            for name, column in columns.items()
         }
 
     def not_finite(self) -> str:
         """Names the losses and sums that are not finite; empty if all are finite."""
-        losses = sum(not each.isfinite() for each in self._loss)
-        sums = [key for key, values in self._sums.items() if not all(each.isfinite() for each in values)]
+        losses = sum(not loss.isfinite() for loss in self._loss)
+        sums = [key for key, values in self._sums.items() if not all(value.isfinite() for value in values)]
         also = f", and {', '.join(sums)}" if sums else ""
         return f"the loss of {losses} of {len(self._loss)} micro-batches is not finite{also}" if losses else ""
 
@@ -73,5 +73,5 @@ class Tally:
 
 def _merged(by_rank: Sequence[Mapping[str, float]], merge: Callable[[Iterable[float]], float]) -> Metrics:
     """One number per key that any rank has."""
-    keys = dict.fromkeys(key for each in by_rank for key in each)
-    return {key: merge([each[key] for each in by_rank if key in each]) for key in keys}
+    keys = dict.fromkeys(key for row in by_rank for key in row)
+    return {key: merge([row[key] for row in by_rank if key in row]) for key in keys}

@@ -146,6 +146,7 @@ class DistributedTrainEngine(TrainEngine):
 
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         group, shares, totals = self._cut(role, batch, objective)
+        # The ranks exchange their sums, so each returns the metrics of the whole mini-batch.
         return group.scatter("update", shares, role, objective, totals)[0]
 
     def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
@@ -218,7 +219,7 @@ def shares_of_groups(units: Sequence[Sequence[int]], batch: Batch, num_shares: i
     prefixes = prefixes_of(batch)
 
     def work(rows: Sequence[int]) -> int:
-        return sum(workload(each.stop) - workload(each.first) for each in prefixes.tree(rows).segments)
+        return sum(workload(segment.stop) - workload(segment.first) for segment in prefixes.tree(rows).segments)
 
     groups: dict[str, list[int]] = {}
     for rows in units:

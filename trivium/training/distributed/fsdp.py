@@ -49,7 +49,12 @@ def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_
         ):
             fully_shard(module, mesh=ranks.mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(
-        model, mesh=ranks.mesh, mp_policy=full, offload_policy=offload, reshard_after_forward=None if trained else True
+        # By default FSDP keeps the whole model gathered for the backward pass, which a frozen model does not have.
+        model,
+        mesh=ranks.mesh,
+        mp_policy=full,
+        offload_policy=offload,
+        reshard_after_forward=None if trained else True,
     )
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)

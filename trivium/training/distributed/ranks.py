@@ -186,11 +186,11 @@ def _agreed_prefix(store: Store, rank: int, size: int, deadline_s: float) -> str
         store.set(f"{prefix}/confirmed/{rank}", "")
         return prefix
     absent = set(range(1, size))
-    while absent := {each for each in absent if not store.check([f"{mine}/confirmed/{each}"])}:
+    while absent := {other for other in absent if not store.check([f"{mine}/confirmed/{other}"])}:
         if time.monotonic() > end:
             raise RoleFailed(f"trainer rank {min(absent)}", f"it did not connect within {deadline_s:.0f} s")
-        for each in absent:
-            if store.check([f"trivium/nonce/{each}"]):
-                store.set(f"trivium/prefix for {store.get(f'trivium/nonce/{each}').decode()}", mine)
+        for other in absent:
+            if store.check([f"trivium/nonce/{other}"]):
+                store.set(f"trivium/prefix for {store.get(f'trivium/nonce/{other}').decode()}", mine)
         time.sleep(_POLL_S)
     return mine

@@ -66,8 +66,9 @@ def split_layers(model: FilledModel, ranks: Ranks) -> list[tuple[nn.Module, Devi
         dispatching = (name for name, style in experts.items() if style == "ep_dispatch_experts")
         assert ranks.expert_shards is not None
         sharded = [(module.get_submodule(name), ranks.expert_shards) for name in dispatching]
-        for each, _ in sharded:  # FSDP's hook on an output that is a view is lost if the layer adds to it in place
-            each.forward = partial(_copied, each.forward)
+        # FSDP's hook on an output that is a view is lost if the layer adds to it in place.
+        for experts_layer, _ in sharded:
+            experts_layer.forward = partial(_copied, experts_layer.forward)
     for (owner, name), *others in tied:
         for other, its_name in others:
             other._parameters[its_name] = owner._parameters[name]
@@ -90,8 +91,8 @@ def _check(model: FilledModel, ranks: Ranks) -> None:
 def _expanded(module: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]:
     """A plan with an entry for each parameter and module of this model."""
     # Of the places of a tied parameter, transformers' functions know one.
-    known = {*dict(module.named_modules()), *dict(module.named_parameters())}
-    return {name: style for name, style in module._expand_parallel_plan(dict(plan)).items() if name in known}
+    names = {*dict(module.named_modules()), *dict(module.named_parameters())}
+    return {name: style for name, style in module._expand_parallel_plan(dict(plan)).items() if name in names}
 
 
 def _tied(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
@@ -101,4 +102,4 @@ def _tied(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((owner, name))
-    return [each for each in places.values() if len(each) > 1]
+    return [shared for shared in places.values() if len(shared) > 1]

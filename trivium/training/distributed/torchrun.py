@@ -126,6 +126,7 @@ class TorchrunRanks:
 
     def _run(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Calls `method` with each rank's arguments. Returns each rank's result."""
+        # The other ranks first: in a collective call, the part of this rank waits for theirs.
         calls = [link.call(method, *args[rank]) for rank, link in sorted(self._connected.links.items())]
         try:
             result = getattr(self._verbs, method)(*args[0])
@@ -173,6 +174,7 @@ def _diagnosed(error: Exception) -> Exception:
     for rank, life in lives.items():
         if not life():
             return RoleFailed(f"trainer rank {rank}", _DIED)
+    # gloo raises a RuntimeError with this text where a collective call takes too long.
     if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
         stopped = [
             f"rank {n}: process {life.pid} was stopped (SIGSTOP)" for n, life in lives.items() if life.activity()[0]

@@ -66,6 +66,8 @@ class TrainProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                # It finds the modules that this process finds, and no others (`-P`). An empty entry is the working
+                # directory.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # only this process gets Ctrl-C and ends the run
@@ -173,14 +175,14 @@ def serve_driver(connection: Connection, make: Callable[[Any, WeightChannel], Ra
     driver = Link(connection, "driver", partial(RoleFailed, "run's process", "it has ended"))
     failures = Failures(f"the {_NAME}", partial(RoleFailed, _NAME))
     channel = cast(WeightChannel, _DriversChannel(driver))
-    made: Answer | None = None
+    engine: Answer | None = None
     for call in iter(driver.calls.get, None):
-        if made is None:
-            made = failures.answer_of(partial(make, *call.args, channel))
+        if engine is None:
+            engine = failures.answer_of(partial(make, *call.args, channel))
             call.answer(Answer())
-        elif made.error is not None:
-            call.answer(made)
+        elif engine.error is not None:
+            call.answer(engine)
         else:
-            run = partial(getattr(made.value, call.method), *call.args)
+            run = partial(getattr(engine.value, call.method), *call.args)
             call.answer(failures.answer_of(run))
     driver.disconnect()
