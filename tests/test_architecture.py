@@ -147,7 +147,7 @@ GUARDED = {
     ("foundation.concurrency", "sched_getaffinity"): 'hasattr(os, "sched_getaffinity")',
     ("planning.machine", "/proc/"): "if file.is_file()",
     ("planning.machine", "/sys/"): "if file.is_file()",
-    ("planning.machine", "ru_maxrss"): "return own and own +",  # `own` is 0 without /proc
+    ("planning.machine", "ru_maxrss"): "return peak and peak +",  # `peak` is 0 without /proc
     ("engines.vllm.weight_files", "/dev/shm"): "memory.is_dir()",
     ("inspection.doctor", "/dev/shm"): 'shm := Path("/dev/shm")).is_dir()',
     ("inspection.doctor", "/proc/"): "if about.is_file()",

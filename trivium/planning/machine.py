@@ -30,9 +30,9 @@ def host_memory() -> int:
 def peak_memory() -> int:
     """Bytes of memory that this process and the largest one that it waited for held at most; 0 if that is unknown."""
     # Not this process's ru_maxrss: it counts what a parent held that started it by vfork.
-    own = _kib("/proc/self/status", "VmHWM:")
+    peak = _kib("/proc/self/status", "VmHWM:")
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return own and own + (largest > _largest_copy) * largest * 1024
+    return peak and peak + (largest > _largest_copy) * largest * 1024
 
 
 _largest_copy = 0

@@ -180,31 +180,31 @@ class MemoryPlan:
         engine = dict(self.engine) if self.engine_device == "cuda" else {}
         idle = {name: n for name, n in rank.items() if name.endswith(("weights", "optimizer"))} if self.sleeps else rank
         both = [idle | engine] if self.together else [engine]
-        items = max(rank, *both, key=lambda each: sum(each.values()))
+        items = max(rank, *both, key=lambda items: sum(items.values()))
         return items and {**items, "runtime": RUNTIME}
 
     def summary(self, machine: Machine) -> dict[str, Any]:
         """The printed plan: MiB by item, the sums that are needed, and what is available."""
-        shown: dict[str, Any] = {"each rank": _mib(self.rank) | {"device": self.device, "ranks": self.processes}}
+        items: dict[str, Any] = {"each rank": _mib(self.rank) | {"device": self.device, "ranks": self.processes}}
         if self.rank_host and self.device != "cpu":
-            shown["each rank, host"] = _mib(self.rank_host)
+            items["each rank, host"] = _mib(self.rank_host)
         if self.engine:
-            shown["each engine"] = _mib(self.engine) | {"device": self.engine_device, "engines": self.engines}
+            items["each engine"] = _mib(self.engine) | {"device": self.engine_device, "engines": self.engines}
         if self.engine_host:
-            shown["each engine, host"] = _mib(self.engine_host)
+            items["each engine, host"] = _mib(self.engine_host)
         if self.recorded:
-            shown["rollouts, host"] = _mib(self.recorded)
+            items["rollouts, host"] = _mib(self.recorded)
         needed: dict[str, Any] = {"host": round(sum(self.host.values()) / MIB)}
         available: dict[str, Any] = {"host": round(machine.memory / MIB) if machine.memory else "unknown"}
         if self.gpu:
             needed["gpu"] = round(sum(self.gpu.values()) / MIB)
             available["gpus"] = [round(gpu / MIB) for gpu in machine.gpus]
-        return {"unit": "MiB", **shown, "needed": needed, "available": available}
+        return {"unit": "MiB", **items, "needed": needed, "available": available}
 
 
 def _mib(items: Mapping[str, int]) -> dict[str, Any]:
-    shown: dict[str, Any] = {name: round(number / MIB, 1) for name, number in items.items() if number}
-    return {**shown, "total": round(sum(items.values()) / MIB, 1)}
+    sizes: dict[str, Any] = {name: round(number / MIB, 1) for name, number in items.items() if number}
+    return {**sizes, "total": round(sum(items.values()) / MIB, 1)}
 
 
 def plan_stage(
@@ -384,7 +384,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine, *, is_las
     device, dtype = planned(train.device, train.dtype, machine)
     engine_device, engine_dtype = planned_engine(config, batch, machine)
     tokens = tokens_of_a_pass(batch)
-    seen = tokens * batch.sequence_ranks  # ranks that share a sequence run the tower over all its images
+    sequence_tokens = tokens * batch.sequence_ranks  # ranks that share a sequence run the tower over all its images
     trained, frozen = models_of(config, shape)
     averaged = [role for role in frozen if role == "teacher" and _averages(config)]
     models = TrainedModels(
@@ -400,24 +400,24 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine, *, is_las
     )
     gpu = min(machine.gpus, default=0) if device != "cpu" else 0
     split = SplitModels(train.shard or batch.ranks, split_over(config), gpu)
-    images = seen * min(batch.tasks.prompts.longest, batch.tokens_per_sequence) // batch.tokens_per_sequence
+    images = sequence_tokens * min(batch.tasks.prompts.longest, batch.tokens_per_sequence) // batch.tokens_per_sequence
     rank = memory_plan(models, tokens, split, images)
     host: dict[str, int] = {}
     if train.cpu_offload and batch.ranks > 1 and device != "cpu":
         host = {name: rank.pop(name) for name in list(rank) if name.endswith(("weights", "gradients", "optimizer"))}
-    held, kept = {**rank, **host}, rank if device == "cpu" else host
+    held, in_host = {**rank, **host}, rank if device == "cpu" else host
     if device != "cpu":
         # Weights pass through host memory one tensor at a time; those for few bits as a whole, in bfloat16.
         host["loading"] = shape.parameters * 2 if train.frozen_dtype in FEW_BITS else shape.embedding * 4
     if config.checkpoint.asynchronous:
         state = ("weights", "optimizer")
-        kept["checkpoint copy"] = sum(held[f"{role} {part}"] for role in trained for part in state)
-        kept["checkpoint copy"] += sum(held[f"{role} weights"] for role in averaged)
+        in_host["checkpoint copy"] = sum(held[f"{role} {part}"] for role in trained for part in state)
+        in_host["checkpoint copy"] += sum(held[f"{role} weights"] for role in averaged)
         if train.lora is not None and "policy" in trained:  # it is saved merged, in float32
-            kept["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
+            in_host["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
     is_sampled = mode == "bench" or is_explored(config) or is_evaluated(config, is_last=is_last)
     if is_sampled and (train.lora is None or train.lora.push != "adapter"):
-        kept |= _travelling(config, batch, shape, BYTES[engine_dtype])
+        in_host |= _travelling(config, batch, shape, BYTES[engine_dtype])
     samples = is_sampled and mode in ("both", "explore", "serve", "tinker", "bench") and hasattr(engine, "max_rows")
     trains = mode in ("both", "train", "serve", "tinker")
     engines = engines_of(config, batch.ranks)
@@ -527,8 +527,8 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
     prompts, tokens = batch.tasks.prompts, rollout_tokens(config, batch.tasks.prompts)
     device, dtype = planned_engine(config, batch, machine)
     # Engines that sample with other numbers than ours (vLLM) divide their memory themselves.
-    own = capabilities_of(describe("engines", engine.kind)).exact_sampling
-    prefill = (getattr(engine, "prefill_tokens", None) or 0) if own else 0
+    is_ours = capabilities_of(describe("engines", engine.kind)).exact_sampling
+    prefill = (getattr(engine, "prefill_tokens", None) or 0) if is_ours else 0
     # A pass over the longest prompts has most scores, one over typical prompts has most prompts, with logits each.
     items = max(
         (
@@ -537,7 +537,7 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
             )
             for prompt in (prompts.longest, prompts.typical)
         ),
-        key=lambda each: sum(each.values()),
+        key=lambda items: sum(items.values()),
     )
     if device == "cuda":
         items = {name: size // gpus_of(engine) for name, size in items.items()}
@@ -562,10 +562,10 @@ def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str
     shared = {"critic"} if any(objective.head == "lm+value" for objective in algorithm.objectives) else set[str]()
     for role in sorted({_ROLE_OF[what] for what in algorithm.needs if what in _ROLE_OF} - set(trained) - shared):
         teacher = algorithm.teacher if role == "teacher" else None
-        own = teacher.weights if teacher is not None and teacher.path is None else ""
-        if own == "current":
+        weights = teacher.weights if teacher is not None and teacher.path is None else ""
+        if weights == "current":
             continue  # it is the policy's model
-        if _starts_an_adapter(config) and (role == "reference" or own == "initial"):
+        if _starts_an_adapter(config) and (role == "reference" or weights == "initial"):
             continue  # it is the policy with its adapter off
         frozen[role] = shape
         if teacher is not None and teacher.path is not None:
@@ -604,4 +604,4 @@ def _exceeded(plan: MemoryPlan, machine: Machine, part: float = 1.0) -> list[tup
     memories = [("host memory", plan.host, machine.memory)]
     if machine.gpus:
         memories.append(("the memory of a GPU", plan.gpu, min(machine.gpus)))
-    return [each for each in memories if each[2] and sum(each[1].values()) > part * each[2]]
+    return [(name, items, size) for name, items, size in memories if size and sum(items.values()) > part * size]

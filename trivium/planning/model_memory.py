@@ -63,7 +63,7 @@ class TrainedModels:
         return FEW_BITS.get(self.frozen_dtype)
 
     @property
-    def kept(self) -> int:
+    def frozen_width(self) -> int:
         """Bytes of a frozen number that is not kept in few bits."""
         few = 2 if self.few else min(self.wide, BYTES[self.frozen_dtype])
         return self.wide if self.dtype == "float64" else few
@@ -109,39 +109,39 @@ def memory_plan(
     models: TrainedModels, tokens: int, split: SplitModels = _WHOLE, image_tokens: int = 0
 ) -> dict[str, int]:
     """Bytes by item on one rank. One pass computes `tokens`, of which `image_tokens` stand for images."""
-    shape, wide, kept, few = models.shape, models.wide, models.kept, models.few
+    shape, wide, frozen_width, few = models.shape, models.wide, models.frozen_width, models.few
     tensor, shards = split.parallel.tensor, split.shards
     items: dict[str, int] = {}
     for role in models.trained:
         adapter = models.adapter if role == "policy" else None
-        own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
-        own += split.copied(shape)
+        number = shape.parameters if role == "policy" else shape.backbone + shape.hidden
+        number += split.copied(shape)
         frozen_vision = (
             0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(models.vision_tower)
         )
-        moving = own - frozen_vision if adapter is None else shape.adapter(adapter.rank, adapter.layers)
-        held = own * wide if adapter is None else shape.num_bytes(kept, few) + moving * wide
+        moving = number - frozen_vision if adapter is None else shape.adapter(adapter.rank, adapter.layers)
+        held = number * wide if adapter is None else shape.num_bytes(frozen_width, few) + moving * wide
         items[f"{role} weights"] = held // shards
         items[f"{role} gradients"] = moving * wide // shards
         items[f"{role} optimizer"] = 2 * moving * wide // shards
     for role, its in models.frozen.items():
         averaged = role in models.averaged
         # A policy that is neither trained nor the base of an adapter is saved as it is held: not in few bits.
-        size = its.parameters * wide if averaged else its.num_bytes(kept, None if role == "policy" else few)
-        items[f"{role} weights"] = (size + split.copied(its) * (wide if averaged else kept)) // shards
+        size = its.parameters * wide if averaged else its.num_bytes(frozen_width, None if role == "policy" else few)
+        items[f"{role} weights"] = (size + split.copied(its) * (wide if averaged else frozen_width)) // shards
     narrowed = [its for role, its in models.frozen.items() if role not in models.averaged]
     narrowed += [shape] * (models.adapted is not None)
-    if kept < wide and narrowed:
-        items["float32 head"] = max(each.embedding for each in narrowed) * wide // tensor
+    if frozen_width < wide and narrowed:
+        items["float32 head"] = max(its.embedding for its in narrowed) * wide // tensor
     if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered
         narrow = BYTES[models.dtype]
         block = sum(computed_block(shape, tensor, split.parallel.expert))
         items["gathered"] = (2 * block * narrow + shape.embedding * (1 if shape.tied else 2) * wide // tensor) * 2
-    elif models.dtype == "bfloat16" and not (models.adapted and kept == BYTES[models.dtype]):
+    elif models.dtype == "bfloat16" and not (models.adapted and frozen_width == BYTES[models.dtype]):
         # autocast keeps the matrices it cast until the pass is over
         items["gathered"] = shape.matrices * 2
     if few and narrowed:  # each matrix is dequantized for its product, forward and backward
-        items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[models.dtype]
+        items["dequantized"] = 2 * max(its.hidden * its.mlp for its in narrowed) * BYTES[models.dtype]
     items["activations"] = _activations(models, split, tokens)
     if shape.vision is not None:
         items["vision activations"] = _vision_activations(models, shape.vision, image_tokens)
@@ -183,10 +183,10 @@ def _activations(models: TrainedModels, split: SplitModels, tokens: int) -> int:
     learning = models.learning_layers
     # One layer more than are kept: its gradients. With checkpoints a CPU's heap keeps what several of them freed.
     layers = layer * ((5 if fused else 3) if models.gradient_checkpointing else learning + 1)
-    kept = learning * shape.hidden * wide * models.gradient_checkpointing
+    checkpoints = learning * shape.hidden * wide * models.gradient_checkpointing
     row = shape.vocabulary * wide // tensor
     logits = min(logits_rows(row, split.gpu), tokens) * row
-    return tokens * (layers + kept + 3 * shape.hidden * wide) + 3 * logits
+    return tokens * (layers + checkpoints + 3 * shape.hidden * wide) + 3 * logits
 
 
 # --------------------------------------------------------------------------- a rollout engine
@@ -208,26 +208,26 @@ def engine_memory(
     if states := rows * shape.state_bytes(width):
         items["engine states"] = states
     if prefill:
-        read = min(rows * prompt, max(prompt, prefill))
-        prompts = read // prompt * shape.state_bytes(width)
-        items["engine prompts"] = read * shape.kv_per_token * width + prompts
+        num_read = min(rows * prompt, max(prompt, prefill))
+        prompts = num_read // prompt * shape.state_bytes(width)
+        items["engine prompts"] = num_read * shape.kv_per_token * width + prompts
         items["engine pass"] = max(
-            _prompt_pass(shape, read, prompt, width, device), _decode_step(shape, rows, tokens, width)
+            _prompt_pass(shape, num_read, prompt, width, device), _decode_step(shape, rows, tokens, width)
         )
     return items
 
 
-def _prompt_pass(shape: ModelShape, read: int, prompt: int, width: int, device: str) -> int:
-    """Bytes that reading `read` tokens, in prompts of `prompt` tokens, needs at its peak: in a feed-forward layer, with
-    the states sorted by expert, or in attention, whose scores are kept on a CPU only."""
-    at_once = read if device != "cpu" else read // prompt * min(prompt, PROMPT_CHUNK)
+def _prompt_pass(shape: ModelShape, num_read: int, prompt: int, width: int, device: str) -> int:
+    """Bytes that reading `num_read` tokens, in prompts of `prompt` tokens, needs at its peak: in a feed-forward layer,
+    with the states sorted by expert, or in attention, whose scores are kept on a CPU only."""
+    at_once = num_read if device != "cpu" else num_read // prompt * min(prompt, PROMPT_CHUNK)
     sorted_states = 2 * shape.active_experts if shape.experts > 1 else 0
     inner = max(shape.mlp * shape.active_experts, shape.shared)  # the shared experts compute before or after the others
     feed_forward = (3 * inner + (3 + sorted_states) * shape.hidden) * width
     scored = device == "cpu" and shape.kv_per_token > 0
     scores = 2 * 4 * shape.heads * prompt if scored else 0  # float32, before the softmax and after it
     attention = scores + (3 * shape.query + 2 * shape.key) * width
-    return at_once * max(feed_forward, attention) + read // prompt * shape.vocabulary * (4 + width)
+    return at_once * max(feed_forward, attention) + num_read // prompt * shape.vocabulary * (4 + width)
 
 
 def _decode_step(shape: ModelShape, rows: int, tokens: int, width: int) -> int:

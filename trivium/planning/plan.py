@@ -144,17 +144,19 @@ class StagePlan:
         train, ranks = self.config.train, self.batch.ranks
         if self.shape is None or not hasattr(train, "device"):
             return None
-        own = self.config.cluster.kind == "local" and ranks == 1 and getattr(train, "own_process", False)
-        made = choices(
+        own_process = self.config.cluster.kind == "local" and ranks == 1 and getattr(train, "own_process", False)
+        by_name = choices(
             self.config,
             self.shape.parameters,
-            threads_of(self.config, cores, ranks, own_process=own),
+            threads_of(self.config, cores, ranks, own_process=own_process),
             self.engine if getattr(self.config.engine, "kind", None) == "torch" else None,
             self.trainer,
             parallel=ranks == 1 and self.shape.vision is None,
             max_tokens=self.batch.tokens_per_micro_batch,
         )
-        return {name: f"{each.value} ({each.rule}; benchmarks/{each.benchmark})" for name, each in made.items()}
+        return {
+            name: f"{choice.value} ({choice.rule}; benchmarks/{choice.benchmark})" for name, choice in by_name.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -186,14 +188,14 @@ class Plan:
 
     def choices(self) -> str:
         """What Trivium chooses by the machine, for each stage whose model has a known size, as YAML."""
-        made = [stage.choices(self.cores) for stage in self.stages]
-        return as_yaml({"choices": [each for each in made if each is not None]}, width=1000)
+        by_stage = [stage.choices(self.cores) for stage in self.stages]
+        return as_yaml({"choices": [stage for stage in by_stage if stage is not None]}, width=1000)
 
     @property
     def needed(self) -> dict[str, int]:
         """MiB of each kind of memory that the largest stage needs; empty if the size of a model is unknown."""
         needed = [stage.memory.summary(self.machine)["needed"] for stage in self.stages if stage.memory is not None]
-        return {kind: max(each.get(kind, 0) for each in needed) for each in needed for kind in each}
+        return {kind: max(stage.get(kind, 0) for stage in needed) for stage in needed for kind in stage}
 
     def refuse_too_large(self) -> None:
         """Raises ConfigError for a stage that does not fit the machine. A running Ray cluster is not measured."""
@@ -215,7 +217,7 @@ def plan_run(
     tokens = {getattr(stage.config.train, "max_tokens_per_micro_batch", None) for stage in stages}
     rows = {getattr(stage.config.engine, "max_rows", None) for stage in stages}
     # A section of another kind, which has no such limit, says nothing about those of the others.
-    limits = [min((each for each in values if each), default=None) for values in (tokens, rows)]
+    limits = [min((limit for limit in values if limit), default=None) for values in (tokens, rows)]
     with_all = with_limits(config, *limits)
     if max(len(tokens), len(rows)) > 1:  # the limits of one stage hold for the others
         stages = _stages(with_all, machine, ranks, tasks)
@@ -226,9 +228,9 @@ def _stages(config: RunConfig, machine: Machine, ranks: int, tasks: Sequence[Tas
     stages, configs, version = list[StagePlan](), config.stage_configs(), 0
     for number, (name, stage) in enumerate(zip(config.stage_names, configs, strict=True)):
         is_last = number == len(configs) - 1
-        read = tasks[number] if tasks else TaskTokens()
-        limited, batch, memory = plan_stage(stage, ranks, machine, read, is_last=is_last)
-        made = StagePlan(limited, name, number, version, is_last, machine, shape_in(stage), batch, memory)
-        stages.append(made)
-        version = made.last_version
+        stage_tasks = tasks[number] if tasks else TaskTokens()
+        limited, batch, memory = plan_stage(stage, ranks, machine, stage_tasks, is_last=is_last)
+        planned = StagePlan(limited, name, number, version, is_last, machine, shape_in(stage), batch, memory)
+        stages.append(planned)
+        version = planned.last_version
     return stages

@@ -366,7 +366,7 @@ async def test_the_deadline_of_a_wait_begins_at_the_last_change(tmp_path: Path) 
 async def test_a_wait_reports_every_group_to_the_activity_of_the_trainer(tmp_path: Path) -> None:
     class Shown:
         def show(self, activities: Sequence[phases.Activity]) -> None:
-            shown.append([(each.name, each.done) for each in activities])
+            shown.append([(activity.name, activity.completed) for activity in activities])
 
         def say(self, text: str) -> None: ...
 
