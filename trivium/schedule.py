@@ -115,6 +115,7 @@ class AdaptiveCurriculum(ABC):
         return places[(slot - first) % len(places)]
 
 
+# Cached, since each look-up of a slot needs the order of its whole epoch.
 @lru_cache(maxsize=8)
 def _blurred(curriculum: Curriculum, *address: int | str) -> tuple[int, ...]:
     return tuple(int(place) for place in curriculum.order(*address))

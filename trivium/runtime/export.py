@@ -114,8 +114,10 @@ def _export_reward_model(checkpoint: Checkpoint, out: Path) -> Path:
     """
     export_policy(checkpoint, out, leave_out=("*.safetensors*", "config.json", "generation_config.json"))
     tokenizer = hf_tokenizer(out, correct_pad_token=False)
+    # An empty completion is the token that ends the turn, alone.
     end_of_turn = int(ChatRenderer(tokenizer, images=images_of(out)).expert([Message("user", "")], "")[1][-1])
     pad = tokenizer.pad_token_id
+    # transformers' classifiers read the score at the last token that is not padding.
     pad_token_id = pad if isinstance(pad, int) and pad != end_of_turn else None
     if family_in(checkpoint.path / "reward") is None:
         classifier_of(checkpoint.path / "reward", pad_token_id=pad_token_id).save_pretrained(out)

@@ -59,13 +59,13 @@ def logging_to(run_dir: Path, file_name: str, role: str = "", shown: int = loggi
     terminal.setLevel(shown)
     terminal.addFilter(lambda record: not record.exc_info)  # only the file gets tracebacks
     _log.setLevel(logging.INFO)
-    for each in (handler, terminal):
-        _log.addHandler(each)
+    for destination in (handler, terminal):
+        _log.addHandler(destination)
     process = role or file_name.removesuffix(".txt").removeprefix("log").removeprefix("-") or "main"
     try:
         with spans_to(run_dir / SPANS / f"{process}.jsonl"):
             yield
     finally:
-        for each in (handler, terminal):
-            _log.removeHandler(each)
-            each.close()
+        for destination in (handler, terminal):
+            _log.removeHandler(destination)
+            destination.close()

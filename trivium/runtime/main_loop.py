@@ -47,7 +47,8 @@ in flight, the default collector would traverse hundreds of thousands of live ob
 explorer's time. A run creates no reference cycles that grow with its steps or hold tensors."""
 _SWITCH_S = 0.0005
 """Seconds that a thread keeps the interpreter while another waits for it; Python's default is 5 ms. The threads of a
-train step and of the engine release it with every operation, and would wait that long each time."""
+train step and of the engine release it with every operation, and would wait that long each time: with the default, the
+updates of `trivium demo` beside its rollouts took a third longer."""
 _left_behind: set[asyncio.Task[Any]] = set()
 """Tasks that ignore their cancellation. The event loop itself holds only weak references to tasks."""
 
