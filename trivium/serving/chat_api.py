@@ -55,6 +55,7 @@ def _message(node: CompletionNode, chat: ChatRequest) -> dict[str, Any]:
     _, content, calls = answer_of(text, chat.tools, reasoning=False, opened=node.reasoning_open)
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
+        # Clients of OpenAI get null, and no empty text, beside calls.
         message["content"] = content or None
         message["tool_calls"] = [
             {"id": part_id("call", node.id, number), "type": "function", "function": call._asdict()}
@@ -114,7 +115,7 @@ class ChatEvents(Events):
         self, completion: StreamedCompletion, delta: dict[str, Any], more: Mapping[str, Any] = _UNFINISHED
     ) -> str:
         tokens, log_probs = completion.take_tokens()
-        shown = _log_probs(tokens, log_probs, self.renderer) if tokens and self.chat.logprobs else None
-        choice = {**identity(completion), "index": completion.index, "delta": delta, "logprobs": shown, **more}
+        logprobs = _log_probs(tokens, log_probs, self.renderer) if tokens and self.chat.logprobs else None
+        choice = {**identity(completion), "index": completion.index, "delta": delta, "logprobs": logprobs, **more}
         usage = {"usage": None} if self.chat.include_usage else {}
         return event({**self._head, "choices": [choice], **usage})

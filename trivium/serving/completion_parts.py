@@ -81,12 +81,12 @@ def settled(
         return Answer(None, tools.certain(rest))
     if not _splits(tool_format, reasoning):
         return Answer(None, text.removesuffix(rest) + tools.certain(rest))
-    shown = thought.strip() if reasoning else None
+    visible_thought = thought.strip() if reasoning else None
     if tool_format.reasoning[1] not in text:
         return Answer(without_partial(thought, [tool_format.reasoning[1]]).strip() if reasoning else None, "")
     rest = rest.lstrip()
     undecided = any(mark.startswith(rest) for mark in tool_format.answers)
-    return Answer(shown, "" if undecided else tools.certain(rest).rstrip())
+    return Answer(visible_thought, "" if undecided else tools.certain(rest).rstrip())
 
 
 def _splits(tool_format: ToolFormat, reasoning: bool) -> bool:

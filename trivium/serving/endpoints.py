@@ -61,6 +61,7 @@ def _authenticate(request: Request, api_key: str | None) -> None:
         return
     headers = request.headers
     key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+    # In constant time: the time of an answer must not tell how much of a key is right.
     if not hmac.compare_digest(key.encode(), api_key.encode()):
         raise RequestError(
             401,

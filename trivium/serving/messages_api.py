@@ -227,6 +227,7 @@ def message(model: str, chat: ChatRequest, completions: Sequence[CompletionNode]
         _tool_use(node.id, number, name, json.loads(arguments)) for number, (name, arguments) in enumerate(answer.calls)
     ]
     ended = turn.stop_reason is StopReason.STOP
+    # The sampling ended at the first of them in the text; of two at one place, the shorter one was complete first.
     stops = [text for text in stop if ended and text in turn.text]
     reason = "stop_sequence" if ended else "max_tokens" if turn.stop_reason is StopReason.LENGTH else "end_turn"
     body = _message(model, node) | {

@@ -177,6 +177,7 @@ def read_chat(
         messages=(Message(TOOLS, json.dumps(tools)), *messages) if tools else messages,
         labels=labels,
         sampling=read_sampling(body, trained, evaluation=labels.evaluation),
+        # OpenAI's limit.
         n=read_count(body, "n", 1, 128),
         columns=typed(body, "columns", dict, None),
         stream=stream,
@@ -189,15 +190,15 @@ def read_chat(
 
 def supported(
     body: Mapping[str, Any],
-    known: frozenset[str],
+    parameters: frozenset[str],
     neutral: Mapping[str, tuple[Any, ...]],
     model: str,
 ) -> dict[str, Any]:
     """The parameters of a body that are not null. Raises RequestError for an unknown parameter, a `neutral` one with a
     value that would have an effect, and another model."""
     body = {name: value for name, value in body.items() if value is not None}
-    for name in body.keys() - known - neutral.keys():
-        raise bad_request(name, f"the parameter {name!r}", "no such parameter here", suggest(name, known))
+    for name in body.keys() - parameters - neutral.keys():
+        raise bad_request(name, f"the parameter {name!r}", "no such parameter here", suggest(name, parameters))
     for name in body.keys() & neutral.keys():
         if body[name] not in neutral[name]:
             do = _WHY.get(name, "leave it out")
@@ -290,6 +291,7 @@ def _row(name: str, value: object) -> Row:
             row = read_body(value.encode())
     fields: dict[Any, Any] = {"epoch": 0, **row} if isinstance(row, dict) else {}
     numbers = [fields.get("epoch"), fields.get("index")]
+    # Not `isinstance`: true and false are ints in Python.
     if fields.keys() != {"taskset", "epoch", "index"} or not all(
         type(number) is int and 0 <= number < 2**31 for number in numbers
     ):
@@ -421,12 +423,12 @@ def _message(entry: object, where: str, recorded: Recorded) -> Message:
     if not isinstance(entry, dict) or not isinstance(entry.get("role"), str) or entry["role"] == TOOLS:
         raise bad_request(where, "a message {role, content}", f"{entry!r:.60}", "send a role and a content")
     role = entry["role"]
-    known = {
+    keys = {
         "assistant": ("role", "content", "tool_calls", "reasoning_content"),
         "tool": ("role", "content", "tool_call_id", "name"),
     }
     for name, value in entry.items():
-        if name not in known.get(role, ("role", "content")) and value not in (None, [], {}):
+        if name not in keys.get(role, ("role", "content")) and value not in (None, [], {}):
             raise bad_request(
                 f"{where}.{name}", f"a message with {name}", f"{value!r:.60}", "send role and content only"
             )

@@ -143,12 +143,12 @@ def _messages(value: object, recorded: Recorded) -> list[Any]:
     return [*messages, *turn.ended(recorded)]
 
 
-def _check_keys(entry: Mapping[str, Any], known: frozenset[str] | None, where: str) -> None:
-    """Raises RequestError for a key with a value that has no effect here. `known` is None for an unknown type."""
+def _check_keys(entry: Mapping[str, Any], keys: frozenset[str] | None, where: str) -> None:
+    """Raises RequestError for a key with a value that has no effect here. `keys` is None for an unknown type."""
     for name, value in entry.items():
-        if known is not None and name not in known and value not in (None, [], {}):
+        if keys is not None and name not in keys and value not in (None, [], {}):
             asked = f"a value {name} = {value!r:.60}"
-            raise bad_request(f"{where}.{name}", asked, "no such key here", suggest(name, known))
+            raise bad_request(f"{where}.{name}", asked, "no such key here", suggest(name, keys))
 
 
 class _Turn:

@@ -66,8 +66,8 @@ class ChatServer:
         return await self._respond(request, await self._read(request, read_message), message, MessageEvents)
 
     async def _response(self, request: Request) -> Response:
-        read = partial(read_response, node_of=self.gateway.sessions.index.node_of)
-        return await self._respond(request, await self._read(request, read), response, ResponseEvents)
+        reader = partial(read_response, node_of=self.gateway.sessions.index.node_of)
+        return await self._respond(request, await self._read(request, reader), response, ResponseEvents)
 
     async def _generate(self, request: Request) -> Response:
         explorer = self.gateway.explorer
@@ -81,10 +81,10 @@ class ChatServer:
 
         return await self._respond(request, await self._read(request, read), generated, GeneratedEvents)
 
-    async def _read(self, request: Request, read: Callable[..., ChatRequest]) -> ChatRequest:
+    async def _read(self, request: Request, reader: Callable[..., ChatRequest]) -> ChatRequest:
         gateway = self.gateway
         body = read_body(await request.body())
-        return read(body, request.headers, self.model, gateway.explorer.sampling, gateway.recorded)
+        return reader(body, request.headers, self.model, gateway.explorer.sampling, gateway.recorded)
 
     async def _respond(
         self,

@@ -58,7 +58,7 @@ class OpenGroup:
     """Columns of the task that agents sent, for reward functions."""
     active: list[Session] = field(default_factory=list["Session"])
     """Sessions in progress."""
-    done: list[Session] = field(default_factory=list["Session"])
+    finished: list[Session] = field(default_factory=list["Session"])
     """Sessions that ended with feedback or a failure."""
     num_sessions: int = 0
     """Sessions that have joined so far. Numbers them."""
@@ -69,7 +69,7 @@ class OpenGroup:
 
     @property
     def sessions(self) -> list[Session]:
-        return [*self.active, *self.done]
+        return [*self.active, *self.finished]
 
 
 @dataclass(eq=False)

@@ -138,8 +138,8 @@ class Sessions:
         waits = (self._slots.lease(), self._synchronizer.wait_finished(self._explorer.name))
         tasks = [asyncio.ensure_future(wait) for wait in waits]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
                 task.result()
         finally:
             for task in tasks:
@@ -394,7 +394,8 @@ class Sessions:
         return {
             "trajectories": len(sessions),
             "groups": [
-                {"task_id": group.task_id, "done": len(group.done), "of": self._schedule.group_size} for group in groups
+                {"task_id": group.task_id, "done": len(group.finished), "of": self._schedule.group_size}
+                for group in groups
             ],
         }
 
@@ -428,7 +429,7 @@ class Sessions:
         sessions without feedback. All sessions of these groups must have begun with this secret. The groups are
         journaled when this returns."""
         self.check_open()
-        groups = [group for group in self._open if group.done and task_id in (None, group.task_id)]
+        groups = [group for group in self._open if group.finished and task_id in (None, group.task_id)]
         if task_id is None:
             groups = [group for group in groups if all(session.has_secret(secret) for session in group.sessions)]
         elif not groups:
@@ -437,7 +438,7 @@ class Sessions:
         else:
             for session in (session for group in groups for session in group.sessions):
                 session.check_secret(secret)
-        result = {"groups": len(groups), "trajectories": sum(len(g.done) for g in groups), "dropped": 0}
+        result = {"groups": len(groups), "trajectories": sum(len(g.finished) for g in groups), "dropped": 0}
         submitting: list[asyncio.Task[None]] = []
         for group in groups:
             for session in list(group.active):
@@ -474,9 +475,9 @@ class Sessions:
         group = session.group
         if group is None:
             return
-        group.done.append(session)
+        group.finished.append(session)
         group.touched = time.monotonic()
-        if len(group.done) == self._schedule.group_size:
+        if len(group.finished) == self._schedule.group_size:
             self._submit(group)
 
     def _drop(self, session: Session, reason: str) -> None:
@@ -513,7 +514,7 @@ class Sessions:
                 for session in list(group.active):
                     self._end(session, 410, reason)
                     session.clear()
-                for session in group.done:  # their feedback has no effect, which later calls must learn
+                for session in group.finished:  # their feedback has no effect, which later calls must learn
                     session.ended = (410, reason)
                     session.clear()
             for lease in leases & self._submitting.keys():
@@ -553,7 +554,7 @@ class Sessions:
         def ended(task: asyncio.Task[None]) -> None:
             self._submitting.pop(lease, None)
             if task.cancelled():
-                self._release_rows(group, group.done)
+                self._release_rows(group, group.finished)
 
         task.add_done_callback(ended)
         return task
@@ -567,7 +568,7 @@ class Sessions:
 
     async def _put(self, group: OpenGroup) -> None:
         # Members of a taskset's group are in the order of their indices, whichever ended first.
-        sessions = sorted(group.done, key=lambda session: -1 if session.row is None else session.row.index)
+        sessions = sorted(group.finished, key=lambda session: -1 if session.row is None else session.row.index)
         task = Task(group.task_id, sessions[0].prompt if sessions else (), group.columns, SERVED)
         rollouts = [
             session.trajectory(place if session.row is None else session.row.index)

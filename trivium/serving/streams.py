@@ -102,18 +102,18 @@ class StreamedCompletion:
 
     def _decode(self) -> None:
         """Appends the text of new tokens. Decodes a window of tokens: a token may complete the character before it."""
-        decoded, read = self._renderer.decode(self.tokens[self._window :]), len(self.tokens)
+        decoded, num_read = self._renderer.decode(self.tokens[self._window :]), len(self.tokens)
         known_text = self._renderer.decode(self.tokens[self._window : self._read])
         if decoded.endswith("\ufffd"):
-            if read - self._read < _WINDOW:
+            if num_read - self._read < _WINDOW:
                 return
             decoded = decoded[:-1]  # the next token may complete this character
-            ends = (read - num_held for num_held in range(1, _CHARACTER))
+            ends = (num_read - num_held for num_held in range(1, _CHARACTER))
             whole = (end for end in ends if self._renderer.decode(self.tokens[self._window : end]) == decoded)
-            if (read := next(whole, 0)) <= self._read:
+            if (num_read := next(whole, 0)) <= self._read:
                 return
         self._text += decoded[len(known_text) :]
-        self._window, self._read = self._read, read
+        self._window, self._read = self._read, num_read
 
     def _grown(self, answer: Answer, *, final: bool) -> Iterator[Step]:
         if answer.reasoning is not None:

@@ -145,6 +145,7 @@ def _check_stop_tokens(body: Mapping[str, Any], eos_token_ids: frozenset[int]) -
 def _prompt(body: Mapping[str, Any], name: str) -> IntArray:
     value = body.get(name)
     ids: list[Any] = value if isinstance(value, list) else []
+    # Not `isinstance`: true and false are ints in Python.
     if not ids or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
         do = "send a list of token ids, or use /v1/chat/completions"
         raise bad_request(name, "a prompt of token ids", f"{value!r:.60}", do)
