@@ -65,13 +65,17 @@ class FileBuffer(ReadOnlyBuffer):
             if self.turns == "all" and size != 1:
                 found = f"schedule.group_size is {size}: the sides of a pair differ in their completions"
                 yield Problem(f"{where}.turns", "losses over all turns", found, "leave the key out")
-            read = _COLUMNS.get(size, ())
+            columns_read = _COLUMNS.get(size, ())
             for name in ("completion", "chosen", "rejected"):
-                if read and name not in read and getattr(self, name) != type(self).model_fields[name].default:
+                if (
+                    columns_read
+                    and name not in columns_read
+                    and getattr(self, name) != type(self).model_fields[name].default
+                ):
                     yield Problem(
                         f"{where}.{name}",
                         f"the column of {name}",
-                        f"schedule.group_size is {size}, so a row is read as {' and '.join(read)}",
+                        f"schedule.group_size is {size}, so a row is read as {' and '.join(columns_read)}",
                         "leave the key out, or change schedule.group_size",
                     )
 
@@ -103,8 +107,8 @@ class FileBuffer(ReadOnlyBuffer):
         sides = [self._turns(assignment.task, option) for option in _COLUMNS[self.schedule.group_size]]
         if (cuts := getattr(self.schedule.tasks, "cuts", None)) is not None:
             turns = [turn for side in sides for turn in side]
-            left = iter(cut_turns(turns, *cuts) or turns)
-            sides = [tuple(islice(left, len(side))) for side in sides]
+            remaining = iter(cut_turns(turns, *cuts) or turns)
+            sides = [tuple(islice(remaining, len(side))) for side in sides]
         rewards = [{}] if len(sides) == 1 else [{"preferred": 1.0}, {"preferred": 0.0}]
         members = tuple(Trajectory(i, turns, rewards[i]) for i, turns in enumerate(sides))
         return Group(assignment.slot, assignment.task, members, assignment.epoch)
@@ -125,9 +129,9 @@ class FileBuffer(ReadOnlyBuffer):
 
     def _rendered(self, messages: Sequence[Message], completion: Message) -> tuple[Turn, ...]:
         if self.config.turns == "all":
-            read = self._renderer.supervised([*messages, completion])
+            rendered = self._renderer.supervised([*messages, completion])
         else:
-            read = [self._renderer.expert(messages, completion)]
+            rendered = [self._renderer.expert(messages, completion)]
         return tuple(
             Turn(
                 prompt.tokens,
@@ -135,10 +139,10 @@ class FileBuffer(ReadOnlyBuffer):
                 np.zeros(len(tokens), np.float32),
                 np.full(len(tokens), EXPERT_VERSION, np.int32),
                 StopReason.EOS,
-                completion.content if number == len(read) else self._renderer.decode(tokens),
+                completion.content if number == len(rendered) else self._renderer.decode(tokens),
                 prompt.media,
             )
-            for number, (prompt, tokens) in enumerate(read, 1)
+            for number, (prompt, tokens) in enumerate(rendered, 1)
             if len(tokens)
         )
 

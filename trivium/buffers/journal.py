@@ -62,9 +62,9 @@ class Journal:
         """Removes the groups of later steps for which `lost` returns True."""
         for path in self._paths(after_step):
             groups = list(self._read_file(path))
-            kept = [group for group in groups if not lost(group)]
-            if len(kept) < len(groups):
-                write_groups(path, kept)
+            remaining = [group for group in groups if not lost(group)]
+            if len(remaining) < len(groups):
+                write_groups(path, remaining)
 
     def mark_failed(self, from_slot: int) -> None:
         """Records the first slot of the failures that end the run, for the next session."""

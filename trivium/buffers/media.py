@@ -46,6 +46,7 @@ class MediaFiles:
         if path.is_file():
             return
         check_media(media.sha256, media.data, f"store the media {media.sha256[:12]}", "roll its group out again")
+        # A unique name, since two threads or processes may store one image at the same time.
         staging = path.with_name(f".{media.sha256}.{uuid.uuid4().hex}")
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)

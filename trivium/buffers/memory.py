@@ -261,8 +261,8 @@ class MemoryRows:
     def groups(self, rows: Sequence[Row]) -> Iterable[tuple[Row, Group]]:
         return [(row, row.group) for row in rows if row.group is not None]
 
-    def replace(self, floor: int, done: Collection[int], kept: Sequence[Row]) -> None:
-        del floor, done, kept  # the caller inserts the kept rows again
+    def replace(self, floor: int, consumed: Collection[int], restored: Sequence[Row]) -> None:
+        del floor, consumed, restored  # the caller inserts the restored rows again
         self._clear()
 
     def mark_failed(self, slot: int) -> None:

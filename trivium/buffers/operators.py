@@ -174,8 +174,8 @@ class Dedup:
 
 
 _NUMBERS: Mapping[str, Callable[[Sequence[Trajectory], float], float]] = {
-    "pass_rate": lambda members, right: fmean(member.reward >= right for member in members),
-    "any_right": lambda members, right: float(any(member.reward >= right for member in members)),
+    "pass_rate": lambda members, threshold: fmean(member.reward >= threshold for member in members),
+    "any_right": lambda members, threshold: float(any(member.reward >= threshold for member in members)),
     "reward_std": lambda members, _: _std([member.reward for member in members]),
     "distinct": lambda members, _: len({_tokens(member) for member in members}) / len(members),
 }

@@ -24,7 +24,7 @@ _LIMIT_KEYS = ("sigma", "use_count_limit")
 
 
 @dataclass
-class _Kept:
+class _StoredGroup:
     """A group in the store."""
 
     group: Group
@@ -107,63 +107,69 @@ class Replay(DefaultStrategy):
     ) -> None:
         super().__init__(config, buffer=buffer, **beside)
         self.config, self._schedule, self._algorithm = config, schedule, algorithm
-        self._store: list[_Kept] = []
+        self._store: list[_StoredGroup] = []
         """In order of arrival. A use counts as a new arrival."""
         self._sampled_at: int | None = None
         """The version whose step already has its replayed groups."""
 
     async def sample(self, count: int, version: int) -> Sample:
-        self._store = [kept for kept in self._store if self._young(kept, version)]
+        self._store = [stored for stored in self._store if self._young(stored, version)]
         others = 0 if version == self._sampled_at else self._schedule.stored_per_step
-        rested = [kept for kept in self._store if version - kept.used_at >= self.config.cooldown]
+        rested = [stored for stored in self._store if version - stored.used_at >= self.config.cooldown]
         chosen = sorted(rested, key=self._priority, reverse=True)[:others]
         fresh = await self._buffer.take(count - others, version)
         if lacking := others - len(chosen):  # the schedule has no slots for the missing groups
             await self._buffer.refuse(lacking)
             fresh += await self._buffer.take(lacking, version)
         self._sampled_at = version
-        uses = [kept.uses for kept in chosen]
+        uses = [stored.uses for stored in chosen]
         self._remember(chosen, fresh, version)
-        replayed = [kept.group for kept in chosen]
+        replayed = [stored.group for stored in chosen]
         metrics = {"replayed": len(chosen), "stored": len(self._store), **_reward(fresh)}
         metrics |= {"use_count": fmean(uses)} if uses else {}
         return Sample(interleaved(fresh, replayed), metrics, frozenset(group.slot for group in replayed))
 
-    def _remember(self, chosen: Sequence[_Kept], fresh: Sequence[Group], version: int) -> None:
+    def _remember(self, chosen: Sequence[_StoredGroup], fresh: Sequence[Group], version: int) -> None:
         """Counts the uses, adds the fresh groups that the step trains on, and evicts groups beyond the capacity."""
-        used = {kept.group.slot for kept in chosen}
-        resting = [kept for kept in self._store if kept.group.slot not in used]
-        back = [_Kept(kept.group, kept.uses + 1, version) for kept in chosen if self._may_return(kept.uses + 1)]
-        new = [_Kept(group, 1, version) for group in self._algorithm.filter(fresh)[0] if self._may_return(1)]
+        used = {stored.group.slot for stored in chosen}
+        resting = [stored for stored in self._store if stored.group.slot not in used]
+        back = [
+            _StoredGroup(stored.group, stored.uses + 1, version)
+            for stored in chosen
+            if self._may_return(stored.uses + 1)
+        ]
+        new = [_StoredGroup(group, 1, version) for group in self._algorithm.filter(fresh)[0] if self._may_return(1)]
         store = [*resting, *back, *new]
         excess = max(0, len(store) - self.config.capacity)
-        evicted = {kept.group.slot for kept in sorted(store, key=self._priority)[:excess]}
-        self._store = [kept for kept in store if kept.group.slot not in evicted]
+        evicted = {stored.group.slot for stored in sorted(store, key=self._priority)[:excess]}
+        self._store = [stored for stored in store if stored.group.slot not in evicted]
 
-    def _young(self, kept: _Kept, version: int) -> bool:
-        return version - kept.group.oldest_version <= self.config.max_age
+    def _young(self, stored: _StoredGroup, version: int) -> bool:
+        return version - stored.group.oldest_version <= self.config.max_age
 
     def _may_return(self, uses: int) -> bool:
         config = self.config
         return config.priority == "linear_decay" or not config.use_count_limit or uses < config.use_count_limit
 
-    def _priority(self, kept: _Kept) -> float:
+    def _priority(self, stored: _StoredGroup) -> float:
         config = self.config
-        priority = kept.group.oldest_version - config.decay * kept.uses
+        priority = stored.group.oldest_version - config.decay * stored.uses
         if config.priority == "linear_decay" or not config.sigma:
             return priority
         schedule = self._schedule
-        address = stream(schedule.seed, "replay", schedule.stage, kept.group.slot, kept.uses)
+        address = stream(schedule.seed, "replay", schedule.stage, stored.group.slot, stored.uses)
         uniform = float(uniforms(np.uint64(address), 0))
         return priority + config.sigma * NormalDist().inv_cdf(uniform + 2.0**-54)  # inv_cdf is undefined at 0
 
     def state(self) -> dict[str, Any]:
-        return {"store": [[kept.group.slot, kept.uses, kept.used_at] for kept in self._store]}
+        return {"store": [[stored.group.slot, stored.uses, stored.used_at] for stored in self._store]}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         stored = state.get("store", [])
         groups = await self._buffer.taken_groups([slot for slot, _, _ in stored]) if stored else []
-        self._store = [_Kept(group, uses, used_at) for group, (_, uses, used_at) in zip(groups, stored, strict=True)]
+        self._store = [
+            _StoredGroup(group, uses, used_at) for group, (_, uses, used_at) in zip(groups, stored, strict=True)
+        ]
 
 
 def _reward(groups: Sequence[Group]) -> dict[str, float]:

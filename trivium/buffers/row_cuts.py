@@ -13,11 +13,12 @@ def excess(turns: Sequence[Turn], longest: int) -> list[int]:
     return [max(0, len(turn.prompt_tokens) + len(turn.tokens) - longest) for turn in turns]
 
 
-def cut_turns(turns: Sequence[Turn], longest: int, left: bool) -> list[Turn] | None:
-    """The turns of a row with at most `longest` tokens each: without the beginning of their prompts (`left`), which
-    stay equal, or without the end of their completions. None if nothing would be left of one, or an image is cut."""
+def cut_turns(turns: Sequence[Turn], longest: int, from_left: bool) -> list[Turn] | None:
+    """The turns of a row with at most `longest` tokens each: without the beginning of their prompts (`from_left`),
+    which stay equal, or without the end of their completions. None if nothing would be left of one, or an image is
+    cut."""
     over = excess(turns, longest)
-    if left and (most := max(over)):
+    if from_left and (most := max(over)):
         if any(turn.media or most >= len(turn.prompt_tokens) for turn in turns):
             return None
         return [replace(turn, prompt_tokens=turn.prompt_tokens[most:]) for turn in turns]

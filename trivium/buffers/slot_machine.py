@@ -89,8 +89,8 @@ class Rows(Protocol):
         """The rows whose groups are undamaged, with these. Media may have no bytes."""
         ...
 
-    def replace(self, floor: int, done: Collection[int], kept: Sequence[Row]) -> None:
-        """Removes all rows but those of `kept`; slots below `floor` and those of `done` stay consumed."""
+    def replace(self, floor: int, consumed: Collection[int], restored: Sequence[Row]) -> None:
+        """Removes all rows but those of `restored`; slots below `floor` and those of `consumed` stay consumed."""
         ...
 
     def mark_failed(self, slot: int) -> None:
@@ -219,10 +219,10 @@ class Slots:
             self._cancel_stale()
         return ready
 
-    def return_taken(self, taken: Sequence[Row]) -> None:
+    def return_taken(self, rows: Sequence[Row]) -> None:
         """Takes back a `take` whose caller was cancelled."""
-        self._update(taken, state=SlotState.FINISHED, consumed_at=None)
-        self.head["begin"] = min((self.head["begin"], *map(self._place, taken)))
+        self._update(rows, state=SlotState.FINISHED, consumed_at=None)
+        self.head["begin"] = min((self.head["begin"], *map(self._place, rows)))
 
     def refuse(self, count: int) -> None:
         self.head["refused"] += count
@@ -250,26 +250,26 @@ class Slots:
     def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
         """Undoes everything since a checkpoint of `version`, or since the start of the stage, but finished groups."""
         restored = SlotsState.of(state)
-        floor, done, attempts = restored.consumed_below, restored.consumed, restored.attempts
-        kept, judged = self._kept(restored, version)
-        self.rows.replace(floor, done, [*kept, *judged])
-        known = {row.slot for row in (*kept, *judged)} | done
-        next_slot = max((floor, *(slot + 1 for slot in (*known, *attempts))))
+        floor, consumed, attempts = restored.consumed_below, restored.consumed, restored.attempts
+        finished, judged = self._kept(restored, version)
+        self.rows.replace(floor, consumed, [*finished, *judged])
+        used = {row.slot for row in (*finished, *judged)} | consumed
+        next_slot = max((floor, *(slot + 1 for slot in (*used, *attempts))))
         first, schedule = self.head["arrivals"], self._schedule
-        kept.sort(key=lambda row: (schedule.step_of(row.slot), row.arrival or 0))
-        for row in kept:
+        finished.sort(key=lambda row: (schedule.step_of(row.slot), row.arrival or 0))
+        for row in finished:
             row.state, row.consumed_at = SlotState.DROPPED if row.dropped else SlotState.FINISHED, None
         for row in judged:
             row.state, row.owner = SlotState.FREE, None
-        for arrival, row in enumerate([*kept, *judged], first):
+        for arrival, row in enumerate([*finished, *judged], first):
             row.arrival = arrival
-        free = [Row(slot, attempts.get(slot, 0)) for slot in range(floor, next_slot) if slot not in known]
-        self._insert([*kept, *judged, *free])
-        arrivals = first + len(kept) + len(judged)
+        free = [Row(slot, attempts.get(slot, 0)) for slot in range(floor, next_slot) if slot not in used]
+        self._insert([*finished, *judged, *free])
+        arrivals = first + len(finished) + len(judged)
         self.head |= restored.counts | {"trains": version, "next_slot": next_slot, "arrivals": arrivals}
-        self.head["dropped"] += sum(row.dropped for row in kept)
+        self.head["dropped"] += sum(row.dropped for row in finished)
         self.head["begin"] = floor if schedule.ordered else first
-        self.head["oldest"] = min((row.oldest for row in kept), default=version)
+        self.head["oldest"] = min((row.oldest for row in finished), default=version)
 
     def discard(self, version: int, before: int) -> int:
         """Removes the groups that arrived `before` this number, were sampled with `version` or a newer one and are not
@@ -290,13 +290,13 @@ class Slots:
         """(rows whose groups a run resumed at `version` keeps, rows whose rewards are to be computed again)."""
         keeps = partial(kept_on_resume, self._schedule, restored, version)
         last = {row.slot: row for row in self.rows.stored(restored.consumed_below) if keeps(row)}
-        kept, judged, failed = dict[int, Row](), dict[int, Row](), list[Group]()
+        finished, judged, failed = dict[int, Row](), dict[int, Row](), list[Group]()
         from_slot = self.rows.failed_from()
         for row, group in self.rows.groups([*last.values()]):
             if row.state in (SlotState.FREE, SlotState.LEASED):
                 judged[row.slot] = row
             elif row.state not in _CANCELLED:
-                kept[row.slot] = row
+                finished[row.slot] = row
                 if from_slot is not None and row.slot >= from_slot:
                     failed.append(group)
         if from_slot is not None:
@@ -304,10 +304,10 @@ class Slots:
             log_retries(retries)
             self.rows.set_aside(retries, restored.consumed_below)
             for group, only_rewards in retries:
-                row = kept.pop(group.slot)
+                row = finished.pop(group.slot)
                 if only_rewards:
                     judged[group.slot] = row
-        return [*kept.values()], [*judged.values()]
+        return [*finished.values()], [*judged.values()]
 
     # ------------------------------------------------------------------ rows
 
@@ -357,10 +357,11 @@ class Slots:
 
     def _evict(self, version: int) -> None:
         """Evicts groups that are too stale: admission alone does not bound a straggler."""
-        known, oldest = self.head["oldest"], self._oldest(version)
-        if oldest > known and not self._schedule.ordered:
+        previous, oldest = self.head["oldest"], self._oldest(version)
+        if oldest > previous and not self._schedule.ordered:
+            # No FINISHED row is older than `previous`, which lets the index of a database skip rows that are deleted.
             stale = self.rows.select(
-                SlotState.FINISHED, where=lambda row: (row.oldest >= known) & (row.oldest < oldest)
+                SlotState.FINISHED, where=lambda row: (row.oldest >= previous) & (row.oldest < oldest)
             )
             self.head["evicted"] += len(stale)
             self.head["oldest"] = oldest

@@ -69,7 +69,7 @@ class StepLog:
 
     def _append(self, row: Mapping[str, Any]) -> None:
         rows = [row] if self._started else [{"machine": self._machine}, row]
-        text = "".join(json.dumps(each) + "\n" for each in rows)
+        text = "".join(json.dumps(entry) + "\n" for entry in rows)
         with writing(self._path), self._path.open("ab") as file:
             # The newline ends a row that a killed process left half-written.
             file.write(text.encode() if self._started or not file.tell() else b"\n" + text.encode())
@@ -85,12 +85,12 @@ def read_steps(run_dir: Path) -> dict[int, StepRecord]:
             continue
         step: int = row["step"]
         records = {number: record for number, record in records.items() if number <= step}
-        known = records.get(step, StepRecord(step))
+        record = records.get(step, StepRecord(step))
         if "taken" in row:
-            taken = tuple(Taken(*each) for each in row["taken"])
+            taken = tuple(Taken(*group) for group in row["taken"])
             records[step] = StepRecord(step, row["stage"], taken, machine=machine)
         else:
-            records[step] = replace(known, weights=row["weights"], machine=known.machine or machine)
+            records[step] = replace(record, weights=row["weights"], machine=record.machine or machine)
     return dict(sorted(records.items()))
 
 

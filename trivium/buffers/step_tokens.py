@@ -81,18 +81,18 @@ def kept_values(run_dir: Path, step: int, group: Group, index: int) -> tuple[Col
     """The values that a train step computed for a member of a group, before its updates (`kept_columns`) and in their
     first pass (`types.AT_UPDATE`)."""
     before = kept_columns(run_dir, step, group, index)
-    seen = kept_columns(run_dir, step, group, index, when="update")
-    seen = seen if len(seen) == len(before) else ({},) * len(before)
+    at_update = kept_columns(run_dir, step, group, index, when="update")
+    at_update = at_update if len(at_update) == len(before) else ({},) * len(before)
     # A column in both files has the value of `before`.
-    return tuple({**later, **columns} for columns, later in zip(before, seen, strict=True))
+    return tuple({**later, **columns} for columns, later in zip(before, at_update, strict=True))
 
 
 def kept_columns(run_dir: Path, step: int, group: Group, index: int, *, when: str = "step") -> tuple[Columns, ...]:
     """The values that a train step computed for a member of a group before its updates (`when="step"`) or in their
     first pass (`"update"`), for each sequence of the member. Empty if the step left the member out, or kept nothing."""
-    kept = _kept(tokens_file(run_dir, step, when))
-    places = () if kept is None else kept.places.get((group.slot, group.attempt, index), ())
-    return tuple(kept.columns(start, stop) for start, stop in places) if kept is not None else ()
+    tokens = _tokens_in(tokens_file(run_dir, step, when))
+    places = () if tokens is None else tokens.places.get((group.slot, group.attempt, index), ())
+    return tuple(tokens.columns(start, stop) for start, stop in places) if tokens is not None else ()
 
 
 def kept_means(run_dir: Path, step: int, name: str) -> Mapping[tuple[int, int, int], float]:
@@ -104,14 +104,14 @@ def kept_means(run_dir: Path, step: int, name: str) -> Mapping[tuple[int, int, i
 
 @lru_cache(maxsize=8)
 def _means(path: Path, written_ns: int, name: str) -> Mapping[tuple[int, int, int], float]:
-    kept = _opened(path, written_ns)
-    if name not in kept.names:
+    tokens = _opened(path, written_ns)
+    if name not in tokens.names:
         return {}
-    mask = kept.file.get_tensor(MASK)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(mask, kept.file.get_tensor(name), 0.0), dtype=np.float64)])
+    mask = tokens.file.get_tensor(MASK)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(mask, tokens.file.get_tensor(name), 0.0), dtype=np.float64)])
     counts = np.concatenate([[0], np.cumsum(mask)])
     means: dict[tuple[int, int, int], float] = {}
-    for place, spans in kept.places.items():
+    for place, spans in tokens.places.items():
         count = sum(int(counts[stop] - counts[start]) for start, stop in spans)
         means[place] = sum(float(sums[stop] - sums[start]) for start, stop in spans) / max(1, count)
     return means
@@ -123,7 +123,7 @@ def kept_steps(run_dir: Path) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _TokensFile:
     """An open file of kept tokens."""
 
     file: Any
@@ -135,13 +135,13 @@ class _Kept:
         return {name: self.file.get_slice(name)[start:stop] for name in sorted(self.names)}
 
 
-def _kept(path: Path) -> _Kept | None:
+def _tokens_in(path: Path) -> _TokensFile | None:
     """The open file, or None if nothing was kept."""
     return _opened(path, path.stat().st_mtime_ns) if path.is_file() else None
 
 
 @lru_cache(maxsize=8)
-def _opened(path: Path, written_ns: int) -> _Kept:
+def _opened(path: Path, written_ns: int) -> _TokensFile:
     """Opens the file. `written_ns` is part of the cache key, because a resumed run may write the file again."""
     del written_ns
     places, start = defaultdict[tuple[int, int, int], tuple[tuple[int, int], ...]](tuple), 0
@@ -149,7 +149,7 @@ def _opened(path: Path, written_ns: int) -> _Kept:
         places[slot, attempt, index] += ((start, start + length),)
         start += length
     file: Any = safe_open(path, framework="numpy")
-    return _Kept(file, frozenset(file.keys()), dict(places))
+    return _TokensFile(file, frozenset(file.keys()), dict(places))
 
 
 def _metadata(path: Path) -> Mapping[str, str]:

@@ -86,12 +86,12 @@ class StalenessControl(DefaultStrategy):
         groups: list[Group] = []
         left_out = 0
         while len(groups) < count:
-            taken = await self._buffer.take(count - len(groups), version)
-            fresh = [group for group in taken if version - group.oldest_version <= self._bound]
+            sampled = await self._buffer.take(count - len(groups), version)
+            fresh = [group for group in sampled if version - group.oldest_version <= self._bound]
             groups += fresh
-            if len(fresh) < len(taken):
-                left_out += len(taken) - len(fresh)
-                await self._buffer.refuse(len(taken) - len(fresh))
+            if len(fresh) < len(sampled):
+                left_out += len(sampled) - len(fresh)
+                await self._buffer.refuse(len(sampled) - len(fresh))
         return Sample(tuple(groups), {"left_out": left_out})
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from trivium.algorithms import build_algorithm
 from trivium.buffers.memory import MemoryBuffer
-from trivium.buffers.replay import Replay, _Kept
+from trivium.buffers.replay import Replay, _StoredGroup
 from trivium.buffers.slots import admitted
 from trivium.buffers.strategies import Mix, StalenessControl, interleaved
 from trivium.config import AlgorithmConfig, RunConfig, StrategyConfig, build, plugin
@@ -196,7 +196,7 @@ def test_the_noise_is_normal_and_drawn_anew_after_each_use(tmp_path: Path) -> No
     groups = [played(life.schedule, slot, 5) for slot in range(500)]
     noise = np.array(
         [
-            [life.strategy._priority(_Kept(group, uses, 5)) - (5 - 1.5 * uses) for uses in range(1, 5)]
+            [life.strategy._priority(_StoredGroup(group, uses, 5)) - (5 - 1.5 * uses) for uses in range(1, 5)]
             for group in groups
         ]
     )

@@ -241,16 +241,16 @@ class SqlBuffer(SlotBuffer):
         answer = await self._change(work, undo=undo, joins=joins)
         if answer is not None:
             return answer
-        polls, seen = count(), None
+        polls, last_read = count(), None
 
         async def poll(deadline: ProgressDeadline) -> tuple[Any, object]:
-            nonlocal seen
+            nonlocal last_read
             if number := next(polls):
                 await pause(number - 1, min(deadline.left_s, self._deadline_s))
             commits, session = self._database.commits(), self._session
-            if commits is not None and (commits, session) == seen:
+            if commits is not None and (commits, session) == last_read:
                 return None, deadline.state
-            seen = (commits, session)  # before the tables are read, which may change in between
+            last_read = (commits, session)  # before the tables are read, which may change in between
             change, due = await asyncio.to_thread(self._glance, work, deadline.state, joins)
             return (await self._change(work, undo=undo, joins=joins) if due else None), change
 
@@ -265,16 +265,17 @@ class SqlBuffer(SlotBuffer):
 
         return await wait_until(poll, describe, math.inf if waits is None else self._deadline_s)
 
-    def _glance(self, work: Work, seen: object, joins: bool) -> tuple[int, bool]:
-        """(the buffer's number of changes, whether that differs from `seen` and `work` would have an effect). It takes
-        no lock: every explorer that waits looks after every change."""
+    def _glance(self, work: Work, last_change: object, joins: bool) -> tuple[int, bool]:
+        """(the buffer's number of changes, whether that differs from `last_change` and `work` would have an effect).
+
+        It takes no lock: every explorer that waits looks after every change."""
 
         def read(connection: sa.Connection) -> tuple[int, bool]:
             slots = self._slots(connection, joins=joins, dry=True)
             if slots is None:
                 return -1, False
             change = slots.head["change"]
-            return change, change != seen and (work(slots) is not None or slots.changed)
+            return change, change != last_change and (work(slots) is not None or slots.changed)
 
         return self._database.read(read)
 

@@ -156,9 +156,8 @@ class Database:
         )
         try:
             try:
-                return self._once(
-                    work, reads
-                )  # to retry takes a tenth of the time of a transaction, even if none fails
+                # Outside `tries`, which takes a tenth of the time of a transaction even if nothing fails.
+                return self._once(work, reads)
             except DBAPIError as error:
                 if not _is_transient(error):
                     raise
@@ -191,8 +190,8 @@ class Statement:
     def __call__(self, connection: sa.Connection, values: Mapping[str, Any]) -> None:
         """Executes it with these values of the parameters."""
         text, constants, names = self._compiled.get(connection.dialect.name) or self._compile(connection.dialect)
-        given: Any = {**constants, **values}
-        connection.exec_driver_sql(text, given if names is None else tuple(given[name] for name in names))
+        parameters: Any = {**constants, **values}
+        connection.exec_driver_sql(text, parameters if names is None else tuple(parameters[name] for name in names))
 
     def _compile(self, dialect: sa.Dialect) -> tuple[str, Mapping[str, Any], Sequence[str] | None]:
         compiled = self._statement.compile(dialect=dialect, column_keys=self._columns)
@@ -388,8 +387,10 @@ class SqlTable:
         newer = change.values(revision=revision + 1, board=board, writers=writers)
 
         def work(connection: sa.Connection) -> bool:
-            done = connection.execute(newer) if revision else connection.execute(self._database.insert(_boards), first)
-            return done.rowcount == 1 or connection.execute(written).scalar_one() > 0
+            result = (
+                connection.execute(newer) if revision else connection.execute(self._database.insert(_boards), first)
+            )
+            return result.rowcount == 1 or connection.execute(written).scalar_one() > 0
 
         return self._database.transact(work)
 
@@ -398,8 +399,8 @@ class SqlTable:
         end = time.monotonic() + patience_s
         for poll in itertools.count():
             row = self._row if self._is_current(waiting=poll > 0) else await asyncio.to_thread(self.load)
-            left = end - time.monotonic()
-            if row[0] > revision or left <= 0:
+            left_s = end - time.monotonic()
+            if row[0] > revision or left_s <= 0:
                 return row
-            await pause(poll, left)
+            await pause(poll, left_s)
         raise AssertionError("unreachable")

@@ -104,18 +104,18 @@ class SqlRows:
 
     def taken(self, slots: Sequence[int]) -> list[Row]:
         """The rows of these slots that were taken."""
-        taken: dict[int, Row] = {}
+        by_slot: dict[int, Row] = {}
         for part in _parts(slots):
             rows = self._rows(_SELECT.where(_MINE, _s.slot.in_(part)))
-            taken |= {row.slot: row for row in rows if row.state == SlotState.CONSUMED}
-        lost = [slot for slot in slots if slot not in taken]
+            by_slot |= {row.slot: row for row in rows if row.state == SlotState.CONSUMED}
+        lost = [slot for slot in slots if slot not in by_slot]
         if lost:
             raise DataError(
                 f"groups that were taken from slots {list(slots)}",
                 f"no groups of {lost} were taken",
                 "ask for slots whose groups were taken",
             )
-        return [taken[slot] for slot in slots]
+        return [by_slot[slot] for slot in slots]
 
     # ------------------------------------------------------------------ writing
 
@@ -175,18 +175,16 @@ class SqlRows:
 
     # ------------------------------------------------------------------ a new session
 
-    def replace(self, floor: int, done: Collection[int], kept: Sequence[Row]) -> None:
-        rows, kept_keys = (
-            self._rows(_SELECT.where(_MINE, _s.slot >= floor)),
-            {(row.slot, row.attempt) for row in kept},
-        )
-        removed = [row for row in rows if row.slot not in done]
+    def replace(self, floor: int, consumed: Collection[int], restored: Sequence[Row]) -> None:
+        rows = self._rows(_SELECT.where(_MINE, _s.slot >= floor))
+        restored_keys = {(row.slot, row.attempt) for row in restored}
+        removed = [row for row in rows if row.slot not in consumed]
         for part in _parts(sorted({row.slot for row in removed})):
             self._run(sa.delete(SLOTS).where(_s.buffer == self._name, _s.slot.in_(part)))
         self._delete_groups(
-            row for row in removed if row.arrival is not None and (row.slot, row.attempt) not in kept_keys
+            row for row in removed if row.arrival is not None and (row.slot, row.attempt) not in restored_keys
         )
-        # Slots below `floor` and those of `done` are consumed in this checkpoint, but may still have open rows: an
+        # Slots below `floor` and those of `consumed` are consumed in this checkpoint, but may still have open rows: an
         # earlier session that resumed from an older checkpoint issued them again.
         self._run(sa.update(SLOTS).where(_s.buffer == self._name, _s.state.in_(OPEN)).values(state=SlotState.CONSUMED))
 
