@@ -241,11 +241,12 @@ def base_adapter(base: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """An adapter for the same engine that changes nothing: it sets the weights to those of the base model."""
     wanted = linear_layers(base, base)
     name, layer = next((n, m) for n, m in base.named_modules() if type(m) in _LINEAR and n.rpartition(".")[2] in wanted)
-    out, wide = layer.weight.shape[::-1] if isinstance(layer, Conv1D) else layer.weight.shape
+    weight = cast(torch.Tensor, layer.weight)
+    out, wide = weight.shape[::-1] if isinstance(layer, Conv1D) else weight.shape
     parts = torch.zeros(1, wide), torch.zeros(out, 1), torch.tensor(1.0, dtype=torch.float64)
     for what, tensor in zip((_DOWN, _UP, _SCALE), parts, strict=True):
         yield f"{_PREFIX}{name}{what}", tensor
-    yield f"{_PREFIX}{name}{_BASE}", torch.tensor(fingerprint(layer.weight))
+    yield f"{_PREFIX}{name}{_BASE}", torch.tensor(fingerprint(weight))
 
 
 def is_adapter(weights: Iterable[tuple[str, Any]]) -> bool:
