@@ -41,7 +41,7 @@ class Publisher:
     """Called with (version, hash of its weights) for every published version."""
     recorded: InitVar[Mapping[int, str] | None] = None
     """The hash of each version that earlier sessions published in this stage (`EarlierRollouts`)."""
-    earlier: EarlierRollouts = field(init=False)
+    earlier_rollouts: EarlierRollouts = field(init=False)
     last_sync_step: int | None = None
     """The version that was offered last."""
     last_trainer_sync_step: int = 0
@@ -53,7 +53,7 @@ class Publisher:
     """Whether the trainer waits for explorers, and `_GRACE_S` or the first event of the wait has passed."""
 
     def __post_init__(self, recorded: Mapping[int, str] | None) -> None:
-        self.earlier = EarlierRollouts(self.buffer, recorded)
+        self.earlier_rollouts = EarlierRollouts(self.buffer, recorded)
 
     def publish_held(self) -> None:
         """Publishes the versions that the channel of a resumed run holds."""
@@ -89,7 +89,7 @@ class Publisher:
         """Whether `version`, the current one, is to be offered now. `values` are those of the board; `is_needed`: an
         evaluation needs the version, as the check of recorded rollouts may."""
         is_offered = self.last_sync_step == version
-        if not is_offered and (is_needed or version in self.earlier.unverified):
+        if not is_offered and (is_needed or version in self.earlier_rollouts.unverified):
             return True
         explorers = live_explorers(values).values()
         if self.synchronizer.collective and any(entry.get("version") is None for entry in explorers):
@@ -103,7 +103,7 @@ class Publisher:
 
     async def verify_earlier(self, version: int) -> None:
         """Discards the groups of this and of later versions that earlier sessions sampled with other weights."""
-        await self.earlier.verify(version, (self.last_sync_step, self.offered_hash))
+        await self.earlier_rollouts.verify(version, (self.last_sync_step, self.offered_hash))
 
     def ask_for_sync(self, version: int) -> None:
         """With `dynamic_by_trainer`, requests a sync from the explorers once the interval is over."""

@@ -207,7 +207,7 @@ class Trainer:
         version, is_first = self.train_step_num, self.train_step_num == self.schedule.first_version
         await self.buffer.restore(state.get("buffer"), version)
         # A buffer without slot order restores nothing that newer versions sampled.
-        await self.publisher.earlier.start(version, ordered=self.schedule.ordered)
+        await self.publisher.earlier_rollouts.start(version, ordered=self.schedule.ordered)
         await self.groups.strategy.restore(state.get("strategy", {}))
         self.groups.counts = state.get("counts", {})  # later counts belong to the next step's row
         if self.resume is None:
@@ -272,6 +272,7 @@ class Trainer:
         before = {} if has_checkpoint else copy.deepcopy(await self._moving_state())
         self._thread.step = _InProgress(version, before)
         yield
+        # Not in a `finally`: after an error, `save_before_end` reads the step that failed.
         self._thread.step = None
         if self._thread.was_cancelled:
             raise asyncio.CancelledError
@@ -286,7 +287,9 @@ class Trainer:
         progress = activity(
             f"step {version + 1}: rollouts", schedule.rollouts_per_step, groups=schedule.groups_per_step
         )
-        started = time.monotonic() - self.record.phases.get("wait", 0.0)  # of its rollouts under an evaluation
+        # Explorers may have rolled out this step's groups during an evaluation. `_evaluate` counted those seconds as
+        # "wait", and they belong to this step.
+        started = time.monotonic() - self.record.phases.get("wait", 0.0)
         try:
             with self._timed("wait"), progress:
                 groups = await self._groups(version)
@@ -336,7 +339,7 @@ class Trainer:
 
     async def _counted(self, version: int) -> Metrics:
         """Groups since the last step that were not trained on, by reason, and the fields that `--change` changed."""
-        metrics, earlier = await self.groups.counted(), self.publisher.earlier
+        metrics, earlier = await self.groups.counted(), self.publisher.earlier_rollouts
         if changed := self.record.num_changed_fields(version):
             metrics["train/changed_fields"] = changed
         if earlier.num_discarded:

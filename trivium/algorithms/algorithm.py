@@ -155,6 +155,7 @@ class GroupAlgorithm:
     def needs(self) -> frozenset[str]:
         """Scores wanted from the train engine before the first update: names of `types.SCORES`."""
         estimator_needs = self.estimator.metadata.needs if self.estimator else frozenset[str]()
+        # An objective's forward pass computes the `FORWARD_COLUMNS` itself; an estimator needs them before it.
         return self._scores_of((self.columns - FORWARD_COLUMNS) | estimator_needs)
 
     @property

@@ -124,7 +124,8 @@ def statistic_bounds(option: str, bound: float | Bounds) -> Bounds:
 def live_weights(
     trainer: Tensor, engine: Tensor, mask: Tensor, correction: Correction
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(weights of whole sequences, metric key -> values to be averaged over tokens), (B, L) each."""
+    """(weights by the current log-probabilities, not normalised; metric key -> values to be averaged over tokens),
+    (B, L) each. A row must be a whole sequence. In the dtype of `trainer` and `engine`."""
     weights, ratios = importance_weights(zero_outside((trainer - engine).detach(), mask), mask, correction)
     outside = zero_outside((weights != ratios).to(weights.dtype), mask)
     return weights, {"mismatch/weight/mean": weights, "mismatch/weight/outside": outside}

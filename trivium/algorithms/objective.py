@@ -285,10 +285,12 @@ def _with_own_candidates(x: PolicyInputs, metadata: PolicyLossMetadata) -> Polic
     """The inputs with the candidates that the function needs, if the policy loss and the distillation need others."""
     if x.candidate_log_prob is None or not all(name in x.columns for name in CANDIDATES):
         return x
-    first = x.columns[CANDIDATES[0]].shape[-2]
-    needed = [name in metadata.needs for name in CANDIDATES]
-    candidates = x.candidate_log_prob[..., 0 if needed[0] else first : None if needed[1] else first]
-    return replace(x, candidate_log_prob=candidates if any(needed) else None)
+    # The candidates of teacher_top come first, then those of student_top.
+    num_teacher = x.columns[CANDIDATES[0]].shape[-2]
+    reads_teacher, reads_student = (name in metadata.needs for name in CANDIDATES)
+    start, stop = 0 if reads_teacher else num_teacher, None if reads_student else num_teacher
+    candidates = x.candidate_log_prob[..., start:stop]
+    return replace(x, candidate_log_prob=candidates if reads_teacher or reads_student else None)
 
 
 def aggregated(losses: Tensor, mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:

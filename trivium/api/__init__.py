@@ -78,4 +78,5 @@ if TYPE_CHECKING:
     from trivium.types import Turn as Turn
     from trivium.workflows.verifiers import verifiers_rows as verifiers_rows
 
+# It reads the names from the block above, which it parses: to offer a name, import it there.
 __getattr__, __dir__ = lazy_module(__name__, __file__)

@@ -47,9 +47,9 @@ def serve_train_rank(config: RunConfig, at_end: Callable[[], None]) -> None:
     from trivium.training.distributed.data_parallel import RankVerbs
     from trivium.training.distributed.torchrun import serve_rank, shared_key
 
-    def make(announcement: dict[str, Any]) -> RankVerbs:
-        limited = with_limits(config.stage_configs()[int(announcement["number"])], *announcement.pop("limits"))
-        stage = Stage(config=limited, **announcement)
+    def make(stage_spec: dict[str, Any]) -> RankVerbs:
+        limited = with_limits(config.stage_configs()[int(stage_spec["number"])], *stage_spec.pop("limits"))
+        stage = Stage(config=limited, **stage_spec)
         engine = cast("TorchTrainEngine", build_rank_engine(stage, algorithm_of(stage.config), None))
         hosts = samples_here(stage) and hosts_engine(stage.config, local_rank(), ranks_here())
         sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None

@@ -41,13 +41,13 @@ def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightC
         engine = build_rank_engine(stage, algorithm, channel)
         return cast(Any, engine).ranks, engine
 
-    announcement = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "config"}
-    # This machine chose them, by its memory.
-    announcement["limits"] = [
+    # The other ranks build their stage from it (`sampling_ranks`), with the limits that rank 0 chose by its own memory.
+    stage_spec = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "config"}
+    stage_spec["limits"] = [
         getattr(stage.config.train, "max_tokens_per_micro_batch", None),
         getattr(stage.config.engine, "max_rows", None),
     ]
-    group = TorchrunRanks(train_device(stage.config.train), announcement, make)
+    group = TorchrunRanks(train_device(stage.config.train), stage_spec, make)
     engine = distributed_engine(group, stage, algorithm, channel)
     engine.samplers = group.samplers
     return engine

@@ -102,6 +102,6 @@ def per_member(values: Tensor, trajectories: Members) -> Tensor:
     return values.new_zeros(len(trajectories.score)).scatter(0, trajectories.of_row, values)
 
 
-def trained_columns(mask: Tensor) -> list[int]:
+def trained_columns_backwards(mask: Tensor) -> list[int]:
     """The positions at which any row is trained on, last first."""
     return [int(t) for t in torch.nonzero(mask.any(0)).flatten().flip(0)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from trivium.algorithms.estimators.base import AdvantageInputs, Advantages, Members, members, trained_columns
+from trivium.algorithms.estimators.base import AdvantageInputs, Advantages, Members, members, trained_columns_backwards
 from trivium.algorithms.estimators.finishing import whitened
 from trivium.algorithms.estimators.group import Epsilon, relative
 from trivium.algorithms.metadata import When, advantage
@@ -124,7 +124,7 @@ def gae(
     rewards, values = x.token_level_rewards.double(), torch.where(mask, x.columns["values"].double(), 0.0)
     raw = torch.zeros_like(rewards)
     next_value = running = rewards.new_zeros(len(rewards))
-    for t in trained_columns(mask):
+    for t in trained_columns_backwards(mask):
         here = mask[:, t]
         error = rewards[:, t] + gamma * next_value - values[:, t]
         running = torch.where(here, error + gamma * lam * running, running)
@@ -139,7 +139,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     rewards = rewards.double()
     result = torch.zeros_like(rewards)
     running = rewards.new_zeros(len(rewards))
-    for t in trained_columns(mask):
+    for t in trained_columns_backwards(mask):
         here = mask[:, t]
         running = torch.where(here, rewards[:, t] + gamma * running, running)
         result[:, t] = torch.where(here, running, 0.0)

@@ -34,7 +34,7 @@ _NEEDS = ("log_prob", "sum_pi_squared")
     source="the optimal token baseline of verl, after the minimum-variance baseline of Greensmith et al. 2004",
     needs=frozenset(_NEEDS),
     min_group=2,
-    centred=True,
+    centred=True,  # at the default: with `handle_zero_tail` the tail keeps its return
 )
 def optimal_token_baseline(x: AdvantageInputs, *, handle_zero_tail: ZeroTail = False) -> Advantages:
     """Return against a baseline of least variance for each position, counted from the first trained token.
@@ -51,7 +51,7 @@ def optimal_token_baseline(x: AdvantageInputs, *, handle_zero_tail: ZeroTail = F
     formula=_FORMULA.format("number of trained tokens", _TAIL),
     source="the optimal token baseline of verl for completions with tool calls",
     needs=frozenset(_NEEDS),
-    min_group=2,
+    min_group=2,  # not `centred` at its default, by `handle_zero_tail`
 )
 def tir_optimal_token_baseline(x: AdvantageInputs, *, handle_zero_tail: ZeroTail = True) -> Advantages:
     """As `optimal_token_baseline`, with positions that count trained tokens only: tokens of tools take no position."""

@@ -74,8 +74,8 @@ def mu_schedule(step: int, warmup_steps: int, decay_steps: int, peak: float, val
 
 
 def _mixed(x: PolicyInputs, mu: float, reinforcement: PerToken, imitation: PerToken) -> PerToken:
-    """The weighted loss of each token: `imitation` on an expert's tokens, `own` on sampled ones. The metrics of `own`
-    are 0 on an expert's tokens."""
+    """The weighted loss of each token: `imitation` on an expert's tokens, `reinforcement` on sampled ones. The
+    metrics of `reinforcement` are 0 on an expert's tokens."""
     metrics = {key: torch.where(x.expert, 0.0, values) for key, values in reinforcement.metrics.items()}
     metrics["train/expert_fraction"] = x.expert.to(reinforcement.loss.dtype)
     metrics["train/expert_share"] = torch.full_like(reinforcement.loss, mu)

@@ -126,12 +126,12 @@ def _counts(
     ratio: Tensor, advantages: Tensor, clip: str, band: tuple[float, float], ring: tuple[float, float]
 ) -> Tensor:
     """(B, L) bool: the tokens whose score counts."""
-    above, below = ratio >= 1 - band[0], ratio <= 1 + band[1]
+    above_low, below_high = ratio >= 1 - band[0], ratio <= 1 + band[1]
     good, bad = advantages >= 0, advantages <= 0
     if clip == "two_side":
-        return above & below
+        return above_low & below_high
     if clip == "one_side":
-        return (good & below) | (bad & above)
+        return (good & below_high) | (bad & above_low)
     if clip == "ring":
-        return (above & below) | (good & (ratio <= 1 - ring[0])) | (bad & (ratio >= 1 + ring[1]))
-    return torch.ones_like(above)
+        return (above_low & below_high) | (good & (ratio <= 1 - ring[0])) | (bad & (ratio >= 1 + ring[1]))
+    return torch.ones_like(above_low)

@@ -34,10 +34,11 @@ class TeacherConfig(Config):
     rate: float = Field(default=0.05, gt=0, le=1)
     """The share of the current weights in the average after each update."""
     context: str | tuple[str, ...] = ()
-    """What the teacher reads in place of the last message of the prompt: a template, or several, of which the first one
-    with known fields that leaves room for the completion counts. The fields are `{prompt}` (that message), the columns
-    of the task, `{feedback}` (what the environment wrote at the end) and `{success}` (a completion of the group with a
-    reward of at least 1). A rollout with no such template learns nothing from the teacher."""
+    """What the teacher reads in place of the last message of the prompt: a template, or several. A rollout uses the
+    first template whose fields are all known and whose text leaves room for the completion. The fields are `{prompt}`
+    (that message), the columns of the task, `{feedback}` (what the environment wrote at the end) and `{success}` (a
+    completion of the group with a reward of at least 1). A rollout with no such template learns nothing from the
+    teacher."""
 
     @field_validator("context")
     @classmethod

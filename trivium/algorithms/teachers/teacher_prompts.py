@@ -41,8 +41,8 @@ class TeacherPrompts:
 
     renderer: Renderer
     templates: Sequence[str]
-    """The first one counts whose fields are all known for a rollout, and whose text leaves room for the completion. A
-    rollout that has none is not taught."""
+    """A rollout uses the first template whose fields are all known and whose text leaves room for the completion. A
+    rollout without such a template is not taught."""
     system: str | None = None
     """The system message that the workflow puts before a task's prompt."""
     limit: int | None = None
@@ -50,8 +50,8 @@ class TeacherPrompts:
 
     def added(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         """The batch with `teacher_prompt` of every sequence, and the column `taught`: 0 for those without one."""
-        of = {group.group_id: group for group in groups}
-        rows = tuple(self._with_prompt(e, of[e.group_id]) for e in batch.experiences)
+        group_by_id = {group.group_id: group for group in groups}
+        rows = tuple(self._with_prompt(e, group_by_id[e.group_id]) for e in batch.experiences)
         taught = [np.full(len(e), e.teacher_prompt is not None, np.float32) for e in rows]
         return replace(batch, experiences=rows).with_columns(taught=taught)
 
@@ -61,12 +61,12 @@ class TeacherPrompts:
         member = next(trajectory for trajectory in group.trajectories if trajectory.index == e.index)
         *earlier, last = self._prompt(group.task)
         prompt_tokens = self.renderer.render([*earlier, last]).tokens
-        first = member.turns[0].prompt_tokens if member.turns else e.tokens[: e.first]
+        read_tokens = member.turns[0].prompt_tokens if member.turns else e.tokens[: e.first]
         # The context replaces the prompt's last message, so the policy must have read the prompt that the task has.
-        if not np.array_equal(prompt_tokens, first):
+        if not np.array_equal(prompt_tokens, read_tokens):
             raise DataError(
                 f"the prompt of task {group.task.task_id!r}, which the teacher's context replaces",
-                f"the policy read {len(first)} tokens first, and the task's prompt is {len(prompt_tokens)} others",
+                f"the policy began with {len(read_tokens)} tokens, not with the {len(prompt_tokens)} of the prompt",
                 "use a workflow that shows the task's prompt as it is",
             )
         if not np.array_equal(prompt_tokens, e.tokens[: e.first]):  # a later turn rewrote the history

@@ -225,15 +225,16 @@ class VllmEngine(DescribedVllmEngine):
                 ended = output.token_ids[scanned - 1] in ends
                 stopped = not ended and scan.hit(output.token_ids[:scanned])
             if report is not None:
-                start, stop = len(report.tokens), scanned if stopped else None
+                start = len(report.tokens)
+                stop = scanned if stopped else None
                 tokens, log_prob = read_tokens(output, self.version, start, stop, greedy=greedy, listed=listed)
                 report.add(tokens.tolist(), log_prob.tolist())
             if stopped and not result.finished:
                 await llm.abort(number)  # its last output follows
         if output is None:
             return empty_completion()
-        ended = scanned if stopped else None
-        completion = read_output(output, self.version, ended, ends, greedy=greedy, listed=listed)
+        stopped_at = scanned if stopped else None
+        completion = read_output(output, self.version, stopped_at, ends, greedy=greedy, listed=listed)
         extra, length = dict[str, AnyArray](), len(completion.tokens)
         if "routing" in sampling.extra:
             extra["routing"] = routed(output.routed_experts, request, length)

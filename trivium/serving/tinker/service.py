@@ -25,6 +25,8 @@ from trivium.types import Metrics
 
 _SNAPSHOTS = 16
 """How many unnamed sampler weights of a model are kept, the newest ones."""
+_CLONE_STRIDE = 10**9
+"""The SDK numbers the requests of a clone of a SamplingClient from the clone's number times this."""
 Make = Callable[[], SteppedEngine]
 
 
@@ -288,7 +290,7 @@ class TinkerService:
         sampler, number = self.sampling_session(form.sampling_session_id), form.seq_id or 0
         if (future := self.futures.known(sampler.id, form.seq_id)) is not None:
             return future
-        form.tokens.max()  # refuses an empty prompt at once
+        _ = form.tokens  # raises for an empty prompt before its work is queued
 
         async def work() -> bytes:
             if sampler.weights is not None and not sampler.weights.is_dir():
@@ -297,7 +299,7 @@ class TinkerService:
 
         future = self.futures.add(sampler.id, form.seq_id, work)
 
-        future.outcome.add_done_callback(lambda _: sampler.finish(number // 10**9, future))
+        future.outcome.add_done_callback(lambda _: sampler.finish(number // _CLONE_STRIDE, future))
         return future
 
     # ----------------------------------------------------------------------- end
