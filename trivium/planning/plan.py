@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +16,6 @@ from trivium.planning.memory_estimate import (
     BatchPlan,
     MemoryPlan,
     TaskTokens,
-    is_evaluated,
-    is_explored,
     plan_communication,
     plan_stage,
     planned,
@@ -75,7 +73,7 @@ class StagePlan:
     """What follows from the config of one stage."""
 
     config: RunConfig
-    """The stage's, with the limits of the plan."""
+    """The stage's, as it follows from the saved config."""
     name: str
     number: int
     first_version: int
@@ -87,16 +85,6 @@ class StagePlan:
     """How a train step is cut."""
     memory: MemoryPlan | None
     """None if the size of the model is unknown."""
-
-    @property
-    def explored(self) -> bool:
-        """Whether it learns from rollouts of its policy."""
-        return is_explored(self.config)
-
-    @property
-    def evaluated(self) -> bool:
-        """Whether it evaluates its policy."""
-        return is_evaluated(self.config, is_last=self.is_last)
 
     @property
     def last_version(self) -> int:
@@ -221,7 +209,10 @@ def plan_run(
     with_all = with_limits(config, *limits)
     if max(len(tokens), len(rows)) > 1:  # the limits of one stage hold for the others
         stages = _stages(with_all, machine, ranks, tasks)
-    return Plan(with_all, tuple(stages), machine, cores)
+    # A stage trains with the limits that are saved, so a resumed run has the same: one whose section sets null, or has
+    # another kind than that of the run, takes over no limit.
+    saved = zip(stages, with_all.stage_configs(), strict=True)
+    return Plan(with_all, tuple(replace(stage, config=config) for stage, config in saved), machine, cores)
 
 
 def _stages(config: RunConfig, machine: Machine, ranks: int, tasks: Sequence[TaskTokens]) -> list[StagePlan]:

@@ -99,8 +99,8 @@ def build_synchronizer(
 ) -> Synchronizer:
     """Builds the Synchronizer of one role. `settings` are digests of the sections that separate commands must agree on.
 
-    `apart`: roles may be processes without a handle, so that heartbeats detect their death; None: if they share the
-    board. On Ray the board is always shared, and actor handles detect it.
+    `apart`: roles may be processes without a handle, so that heartbeats detect their death; None: if the board is
+    shared. On Ray, where every board is shared and actor handles detect it, the caller says so.
     """
     apart = not isinstance(board, MemoryBoard) if apart is None else apart
     return Synchronizer(

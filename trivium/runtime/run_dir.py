@@ -268,6 +268,8 @@ def _read_json(text: str, path: Path) -> Any:
 def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str], plan: Plan | None) -> None:
     """Writes the config into a new run directory; in an existing one, checks that it is the same run."""
     refuse_another_run(config, run_dir, rows)
+    # Before the first file, because a class of the user's may fail to describe itself.
+    plan_text = (plan or plan_run(config, usable_cores(), machine(), training_ranks(config.cluster))).to_yaml()
     path = config_file(run_dir)
     if path.is_file():
         _continue(config, run_dir, rows)
@@ -278,8 +280,7 @@ def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str], plan: Plan
     atomic_write(path, to_yaml(config))
     with writing(run_dir):
         fsync(run_dir)  # before the first checkpoint: without its config, a run cannot be continued
-    plan = plan or plan_run(config, usable_cores(), machine(), training_ranks(config.cluster))
-    atomic_write(run_dir / _PLAN, f"form: {FORM}\n{plan.to_yaml()}")
+    atomic_write(run_dir / _PLAN, f"form: {FORM}\n{plan_text}")
 
 
 def _continue(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:

@@ -183,6 +183,15 @@ def test_what_cannot_be_done_is_refused_by_name(options, named: str, text_dir: P
             kind(text_dir, **options)
 
 
+def test_the_model_and_its_size_are_those_of_an_actor(text_dir: Path) -> None:
+    actor = ActorVL(text_dir, lora_rank=2)
+    assert Strategy().unwrap_model(actor) is actor.model
+    trained = sum(parameter.numel() for parameter in actor.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in actor.parameters())
+    assert 0 < trained < total
+    assert actor.print_trainable_parameters() == f"{trained:,} of {total:,} parameters are trained"
+
+
 def test_weights_in_four_bits_are_frozen_beside_an_adapter(text_dir: Path) -> None:
     pytest.importorskip("bitsandbytes")
     strategy, frozen = Strategy(), ActorVL(text_dir, load_in_4bit=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sqlite3
 import sys
 import threading
 import uuid
@@ -26,6 +27,7 @@ from sqlalchemy.exc import InvalidRequestError
 
 from tests.processes import fork_server
 from tests.waiting import until
+from trivium.buffers.sql import database
 from trivium.buffers.sql.buffer import SqlBuffer
 from trivium.buffers.sql.database import Database
 from trivium.buffers.sql.slot_tables import CALLS, GROUPS, SLOTS
@@ -366,6 +368,37 @@ async def all_at_once(buffer: SqlBuffer, calls: Sequence[Coroutine[Any, Any, Any
         tasks = [asyncio.create_task(call) for call in calls]
         await until(lambda: len(buffer._waiting) >= len(calls))
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_commit_that_a_reader_delays_is_repeated(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a write-ahead log, which some file systems do not allow, COMMIT waits for readers. Its failure leaves the
+    transaction open."""
+
+    def without_log(connection: sqlite3.Connection, _: object) -> None:
+        connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode = DELETE")
+        connection.execute("PRAGMA busy_timeout = 100")
+
+    monkeypatch.setattr(database, "_prepare_sqlite", without_log)
+    end = Database(url, patience_s=30.0)
+    table = sa.Table("numbers", sa.MetaData(), sa.Column("number", sa.Integer, primary_key=True))
+    end.create(table.metadata)
+    reader = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None, check_same_thread=False)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM numbers").fetchall()
+    attempts = 0
+
+    def write(connection: sa.Connection) -> None:
+        nonlocal attempts
+        attempts += 1
+        connection.execute(sa.insert(table).values(number=1))
+        if attempts == 3:  # two have failed
+            reader.execute("COMMIT")
+
+    end.transact(write)
+    assert attempts >= 3
+    assert end.read(lambda connection: connection.execute(sa.select(table)).scalars().all()) == [1]
+    reader.close()
 
 
 async def together(buffer: SqlBuffer, *works: Callable[[Any], Any]) -> list[Any]:

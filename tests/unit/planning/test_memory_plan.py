@@ -798,3 +798,19 @@ def test_a_stage_with_an_engine_of_another_kind_leaves_the_limits_of_the_others(
     stages = [{"schedule": {"steps": 1}}, {"engine": {"kind": "scripted", "replies": [[1]]}}]
     chosen: Any = plan_run(configured(stages=stages), 1, Machine(1 << 34)).config
     assert chosen.engine.max_rows > 0
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"engine": {"kind": "torch"}},  # the run's has no such limit
+        {"train": {"max_tokens_per_micro_batch": None}},
+        {"engine": {"kind": "torch"}, "train": {"max_tokens_per_micro_batch": 777}},
+    ],
+)
+def test_stages_train_with_the_limits_that_are_saved(stage: dict[str, Any]) -> None:
+    """A resumed run and a replay read the saved ones."""
+    scripted = {"kind": "scripted", "replies": [[1]]}
+    for engine in (scripted, {"kind": "torch"}):
+        plan = plan_run(configured(engine=engine, stages=[{"schedule": {"steps": 1}}, stage]), 1, Machine(1 << 33))
+        assert [planned.config for planned in plan.stages] == [*plan.config.stage_configs()]

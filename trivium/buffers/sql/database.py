@@ -166,7 +166,8 @@ class Database:
             raise RoleFailed("database", f"{self._url.render_as_string()}: {_cause(error)}") from error
 
     def _once(self, work: Work[T], reads: bool) -> T:
-        # The block ends the transaction, so the pool does not roll back again what it gets back.
+        # A COMMIT that SQLite refuses, since others read, leaves the transaction open: SQLAlchemy takes it for ended,
+        # and the pool rolls it back. Both drivers roll back an ended one without a statement.
         with self._engine.connect() as connection, connection.begin():
             connection.exec_driver_sql(_BEGINS[connection.dialect.name][reads])
             result = work(connection)
@@ -242,7 +243,7 @@ def located(url: str, place: Callable[[str], Path]) -> str:
 def _open(url: sa.URL, limit_s: float) -> sa.Engine:
     if url.get_backend_name() == "sqlite":
         made_directory(Path(url.database or "").parent, "buffer.url")
-        engine = sa.create_engine(url, connect_args={"timeout": _BUSY_S}, pool_reset_on_return=None)
+        engine = sa.create_engine(url, connect_args={"timeout": _BUSY_S})
         event.listen(engine, "connect", _prepare_sqlite)
         return engine
     limits = ("statement_timeout", "idle_in_transaction_session_timeout")  # a statement includes its waits for locks
@@ -262,7 +263,7 @@ def _open(url: sa.URL, limit_s: float) -> sa.Engine:
         "tcp_user_timeout": 8000,
     }
     try:
-        engine = sa.create_engine(url, connect_args=settings, pool_reset_on_return=None)
+        engine = sa.create_engine(url, connect_args=settings)
     except ImportError as error:
         raise MissingPackage("psycopg", "postgres", f"reach {url.render_as_string()}") from error
     connect = _patient(engine.dialect.loaded_dbapi, limit_s + _GRACE_S).connect

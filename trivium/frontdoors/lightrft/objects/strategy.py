@@ -260,6 +260,10 @@ class Strategy:
             trained.append((ready, optimizer, scheduler))
         return trained[0], trained[1], self._prepared(reward_models), self._prepared(initial_model)
 
+    def unwrap_model(self, model: Any) -> nn.Module:
+        """Returns the transformers model of an ActorVL or CriticVL."""
+        return model.model if isinstance(model, ActorVL | CriticVL) else model
+
     def learner(
         self,
         role: str,

@@ -219,6 +219,11 @@ class ActorVL(OpenedModel[LanguageModel]):
         model is sharded, all ranks must iterate to the end."""
         return full_weights(self.language_model)
 
+    def print_trainable_parameters(self) -> str:
+        """Returns the number of trainable parameters and the total, as text."""
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
+        return f"{sum(n for n, trained in sizes if trained):,} of {sum(n for n, _ in sizes):,} parameters are trained"
+
     def close(self) -> None:
         """Closes the engine of `generate`."""
         if self._engine is not None:
