@@ -252,12 +252,16 @@ class SteppedEngine(TrainEngine):
         self, batch: Batch, objective: Objective, *, gradient: bool = True
     ) -> tuple[Metrics, Mapping[str, Sequence[FloatArray]]]:
         """The metrics of the loss over a batch, and its columns for each token (`LossOutputs.tokens`). With `gradient`,
-        adds its gradient to the accumulated one; an error drops both."""
+        adds its gradient to the accumulated one; an error loses it (`lose_data`)."""
+
+    @abstractmethod
+    def lose_data(self) -> None:
+        """Notes that the gradient since the last step lacks data: the next step, and only this one, fails."""
 
     @abstractmethod
     def step(self, settings: StepSettings) -> Metrics:
         """One optimizer step on the accumulated gradient, which it drops. It makes the next version of the policy.
-        Raises TriviumError, weights untouched, when the gradient is not finite."""
+        Raises TriviumError, weights untouched, when the gradient is not finite or lacks data."""
 
     @abstractmethod
     def top(self, batch: Batch, k: int) -> Sequence[FloatArray]:

@@ -177,6 +177,9 @@ class TorchTrainEngine(DescribedTorchTrainEngine, SteppedEngine):
         objective, step = cast(TrainableObjective, objective), self.version - self._first_version
         return self._learner("policy").accumulate(batch, objective, step=step, gradient=gradient)
 
+    def lose_data(self) -> None:
+        self._learner("policy").lose_data()
+
     def step(self, settings: StepSettings) -> Metrics:
         torch.set_num_threads(self._models.threads)
         learner = self._learner("policy")

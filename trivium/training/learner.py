@@ -92,6 +92,8 @@ class Learner:
         self.passes = Passes(role.model, batching, ranks)
         self._is_untried = self.model.device.type == "cuda"
         """Whether to try the largest micro-batch after the next update."""
+        self._lacks_data = False
+        """Whether the accumulated gradient lacks data that the caller gave."""
         self._loss_lock = threading.Lock()
         self.keeps_tokens = False
         """Whether `loss_columns` is kept."""
@@ -169,20 +171,30 @@ class Learner:
         self, batch: Batch, objective: TrainableObjective, *, step: int, gradient: bool
     ) -> tuple[Metrics, dict[str, list[AnyArray]]]:
         """Returns the metrics of the loss over a batch, and its per-token columns. With `gradient`, adds the gradient
-        to the accumulated one; an error drops both."""
-        self._check(batch)
-        mini = MiniBatch(batch, objective, count(batch, self.max_response_length), step)
-        self.keeps_tokens = True
+        to the accumulated one; an error loses it (`lose_data`)."""
         try:
+            self._check(batch)
+            mini = MiniBatch(batch, objective, count(batch, self.max_response_length), step)
+            self.keeps_tokens = True
             tally = self._backward(mini, add=True) if gradient else self._forward(mini)
         except BaseException:
-            self._trained().zero_grad()
+            if gradient:
+                self.lose_data()
             raise
         return objective.derived(tally.metrics(self.name, mini.totals, self.ranks)), tally.tokens(batch)
+
+    def lose_data(self) -> None:
+        """Notes that the gradient since the last step lacks data: the next step drops it and raises DataError."""
+        self._lacks_data = True
 
     def take_step(self, settings: StepSettings, who: str) -> Metrics:
         """One optimizer step on the accumulated gradient, which it drops."""
         optimizer = self._trained()
+        if self._lacks_data:
+            self._lacks_data = False
+            optimizer.zero_grad()
+            found = "the gradient since the last step lacks data: a request for it failed"
+            raise DataError(f"a step of {who}", found, "send all data of the step again, then the step")
         optimizer.configure(betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
         try:
             norm = self._step(settings.lr, settings.max_grad_norm, who)

@@ -11,7 +11,7 @@ import torch
 from failing import refused
 from tinker_client import stage_in
 
-from trivium.foundation.errors import TriviumError
+from trivium.foundation.errors import DataError, TriviumError
 from trivium.models.weights.section import LoraConfig
 from trivium.protocols import StepSettings
 from trivium.runtime.adapter_service import adapters_of
@@ -128,3 +128,34 @@ def test_a_checkpoint_without_merged_weights(adapters: Adapters, tmp_path: Path)
     again.load(tmp_path / "state")
     found, expected = dict(again.offered_weights()), dict(engine.offered_weights())
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_step_after_a_lost_gradient_fails_once(adapters: Adapters) -> None:
+    """A batch between two others fails: the step is not one on a part of the data."""
+    engine = engine_of(adapters)
+    before = state(engine)
+    batch, objective = loss_batch("cross_entropy", {}, DATA)
+    engine.accumulate(batch, objective)
+
+    class Failing(type(objective)):
+        def loss(self, inputs: Any, totals: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+    broken = object.__new__(Failing)
+    broken.__dict__.update(vars(objective))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.accumulate(batch, broken)
+    engine.accumulate(batch, objective)
+    with refused(DataError, "lacks data"):
+        engine.step(StepSettings(1e-2))
+    assert engine.holds_version
+    assert engine.step(StepSettings(1e-2))["train/grad_norm/policy"] == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(engine).items())
+    norms: list[float] = []
+    for fails in (False, True):
+        engine.accumulate(batch, objective)
+        if fails:  # a forward pass loses nothing
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.accumulate(batch, broken, gradient=False)
+        norms.append(engine.step(StepSettings(0.0))["train/grad_norm/policy"])
+    assert norms[0] == norms[1] > 0
