@@ -60,6 +60,7 @@ MAY_CATCH_EVERYTHING = {
     ),
     "trivium.rewards.sandbox.asserts": (1, "the program's process answers with the error, which the judge raises"),
     "trivium.engines.torch.engine": (1, "the worker thread hands its error to every caller that waits for it"),
+    "trivium.serving.tinker.service": (1, "a step that the metrics lack has moved the weights: its client goes on"),
     "trivium.cluster.supervisor": (1, "the errors of all roles are collected; the likeliest first cause is raised"),
     "trivium.cluster.actors": (3, "an error crosses from one process to the caller in another, who raises it"),
     "trivium.buffers.memory": (1, "what the work of a waiter raises is raised by the waiter, which runs it again"),

@@ -152,6 +152,8 @@ def test_errors_are_sentences(service: Service) -> None:
         model.forward_backward([supervised(TOKENS)], "hinge").result()  # type: ignore[arg-type]
     with pytest.raises(tinker.RequestFailedError, match="context"):
         model.forward_backward([supervised([4] * 60)], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="lacks data"):
+        model.optim_step(adam()).result()
     assert len(steps(model, 1)) == 1  # the client goes on
     with pytest.raises(tinker.BadRequestError, match="another one"):
         client_of(service).create_lora_training_client("other/model").result()

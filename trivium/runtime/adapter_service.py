@@ -51,7 +51,11 @@ class StepLog:
         self.monitor = FanOut([build("monitors", section, **options) for section in config.monitors])
 
     def __call__(self, model_id: str, metrics: Metrics) -> None:
-        """Takes the loss of data, or the metrics of the step on the data since the last one."""
+        """Takes the loss of data, or the metrics of the step on the data since the last one; none: there is no step on
+        these data."""
+        if not metrics:
+            self._losses.pop(model_id, None)
+            return
         if "loss" in metrics:
             self._losses[model_id] = self._losses.get(model_id, 0.0) + metrics["loss"]
             return

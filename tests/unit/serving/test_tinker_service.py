@@ -213,7 +213,8 @@ async def test_a_refused_request_does_not_hold_up_the_next_one(models: TinkerSer
         model = await client.model()
         refused = await client.post("forward_backward", loss_message(model, 1, [supervised(TOKENS)], "hinge"))
         assert refused.status_code == 400
-        client.numbers = iter((2, 3))
+        client.numbers = iter((2, 3, 4))
+        assert "lacks data" in (await client.step(model))["error"]
         assert (await client.step(model))["metrics"]["step:max"] == 1
         failed = await client.loss(model, [supervised([5] * 60)])
         assert failed["category"] == "user"  # longer than the context

@@ -7,6 +7,7 @@ import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from trivium.foundation.concurrency import Turns
@@ -19,18 +20,22 @@ _POLL_S = 25.0
 _GAP_S = 60.0
 """Longest wait for a request whose number comes before that of one that has arrived."""
 _FETCHED = 64
-"""How many results stay after they were fetched: a response may be lost."""
+"""How many results of a session stay after they were fetched: a response may be lost."""
 Work = Callable[[], Awaitable["Mapping[str, Any] | bytes"]]
 
 
 class PendingResult:
     """The result of a request: JSON values, a protobuf message as bytes, or an error."""
 
-    def __init__(self) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(self, verb: str, size: int = 0) -> None:
+        """`size` is that of the request in bytes."""
+        self.id, self.verb = uuid.uuid4().hex, verb
+        self.size = size
+        """How many bytes it takes: of the request, and once it has ended, of the result."""
         self.outcome: asyncio.Future[Mapping[str, Any] | bytes] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
         self.fetched = False
+        """Whether the client has the result, or has cancelled the request."""
 
     async def run(self, work: Work) -> None:
         """Works, unless the request has ended already."""
@@ -38,13 +43,21 @@ class PendingResult:
             result = b"" if self.outcome.done() else await work()
             if not self.outcome.done():
                 self.outcome.set_result(result)
+                self.size = len(result) if isinstance(result, bytes) else 0
         except Exception as error:
             if not self.outcome.done():
+                self.size = 0
                 self.outcome.set_exception(error)
             self.outcome.exception()  # else asyncio logs an error that no client fetches
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the request is pending, or its client is yet to fetch the result."""
+        return not self.outcome.done() or not self.fetched
+
     def cancel(self) -> None:
-        """Ends the request now, unless it waits in the queue of a model."""
+        """Ends the request now, unless it waits in the queue of a model. Its client does not want the result."""
+        self.fetched = True
         if self.task is not None:
             self.fail(bad_request("", "the result", "the request was cancelled", "send it again"))
             self.task.cancel()
@@ -52,8 +65,9 @@ class PendingResult:
     def fail(self, error: Exception) -> None:
         """Ends the request with an error, unless it has ended."""
         if not self.outcome.done():
+            self.size = 0
             self.outcome.set_exception(error)
-            self.outcome.exception()
+            self.outcome.exception()  # else asyncio logs an error that no client fetches
 
     @property
     def failed(self) -> bool:
@@ -79,38 +93,61 @@ class PendingResult:
 class Futures:
     """The pending and finished requests of the service."""
 
-    def __init__(self, max_pending: int) -> None:
-        self._max_pending = max_pending
+    def __init__(self, max_pending: int, max_bytes: int) -> None:
+        """The limits are those of each session."""
+        self._max_pending, self._max_bytes = max_pending, max_bytes
         self._all: dict[str, PendingResult] = {}
+        self._sessions: dict[str, dict[str, PendingResult]] = {}
+        """By session and id."""
         self._known: dict[tuple[str, int], PendingResult] = {}
         """By (session or model, number): the SDK repeats a request whose response it has not received."""
 
-    def known(self, owner: str, number: int | None) -> PendingResult | None:
-        """The future of a request that arrived before."""
-        return None if number is None else self._known.get((owner, number))
+    def known(self, owner: str, number: int | None, verb: str) -> PendingResult | None:
+        """The future of a request that arrived before. Raises RequestError for a number that another verb has."""
+        future = None if number is None else self._known.get((owner, number))
+        if future is not None and future.verb != verb:
+            found = f"it is that of a request {future.verb}"
+            raise bad_request("seq_id", f"the request {verb} with number {number}", found, "use a new number")
+        return future
 
-    def add(self, owner: str, number: int | None, work: Work | None = None) -> PendingResult:
-        """A new future, with `work` of one that starts at once. Raises RequestError (429) if too many results are
-        pending or not fetched."""
-        held = [each for each in self._all.values() if not each.fetched]
-        if len(held) >= self._max_pending:
-            found = f"{len(held)} others are pending, or no one has fetched their results"
-            do = "fetch results, or send fewer requests at once"
+    def add(
+        self, session_id: str, owner: str, number: int | None, verb: str, size: int = 0, work: Work | None = None
+    ) -> PendingResult:
+        """A new future of a request whose body has `size` bytes, with `work` of one that starts at once. Raises
+        RequestError (429) if too many results of the session are pending or not fetched, or too large."""
+        of_session = self._sessions.setdefault(session_id, {})
+        held = [each for each in of_session.values() if each.is_held]
+        held_bytes = sum(each.size for each in held)
+        if len(held) >= self._max_pending or (held and held_bytes + size > self._max_bytes):
+            found = f"{len(held)} others of {held_bytes:,} bytes are pending, or no one has fetched their results"
+            do = f"fetch results, or send fewer at once: at most {self._max_pending} and {self._max_bytes:,} bytes"
             raise RequestError(429, "one more request", found, do, code="too_many_requests", retry_after_s=1)
-        future = PendingResult()
-        self._all[future.id] = future
+        future = PendingResult(verb, size)
+        self._all[future.id] = of_session[future.id] = future
         if number is not None:
             self._known[owner, number] = future
         if work is not None:
             future.task = asyncio.create_task(future.run(work))
-        for old in [each for each in self._all.values() if each.fetched][:-_FETCHED]:
+        for old in [each for each in of_session.values() if not each.is_held][:-_FETCHED]:
             self.forget(old)
         return future
 
-    def forget(self, future: PendingResult) -> None:
-        """Drops a result that no one will ask for again."""
-        self._all.pop(future.id, None)
-        self._known = {key: each for key, each in self._known.items() if each is not future}
+    def forget(self, *futures: PendingResult) -> None:
+        """Drops results that no one will ask for again."""
+        for future in futures:
+            del self._all[future.id]
+        for of_session in self._sessions.values():
+            for future in futures:
+                of_session.pop(future.id, None)
+        self._known = {key: each for key, each in self._known.items() if each.id in self._all}
+
+    def finish(self, session_id: str) -> None:
+        """Ends the requests of a session, whose results no one will ask for."""
+        futures = self._sessions.pop(session_id, {}).values()
+        for future in futures:
+            future.cancel()
+            future.fail(DataError("a result", "its session is finished", "create a new ServiceClient"))
+        self.forget(*futures)
 
     def find(self, id: str) -> PendingResult | None:
         return self._all.get(id)
@@ -119,7 +156,7 @@ class Futures:
         """The finished request. Raises RequestError: 408 if it is still pending, 410 if it is unknown."""
         future = self._all.get(id)
         if future is None:
-            found = "the service was started again since, or the result was fetched long ago"
+            found = "the service was started again since, its session is finished, or it was fetched long ago"
             do = "send the request again; after a restart, create the model from its last saved state"
             raise RequestError(410, f"the result of request {id[:64]}", found, do, code="unknown_request")
         await asyncio.wait({future.outcome}, timeout=_POLL_S)
@@ -135,6 +172,16 @@ class Futures:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@dataclass(frozen=True)
+class QueuedRequest:
+    """A request of a model, which has failed already if it was refused."""
+
+    future: PendingResult
+    work: Work
+    failed: Callable[[], object] = lambda: None
+    """Called in the request's turn if it failed."""
+
+
 class OrderedWork:
     """The requests of one model, which are done one after the other, in the order of their numbers, whatever the order
     in which they arrive. The models take turns."""
@@ -142,20 +189,19 @@ class OrderedWork:
     def __init__(self, turns: Turns, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         """`turns` admits one model at a time; `spawn` starts a coroutine in the background."""
         self._turns, self._spawn = turns, spawn
-        self._waiting: dict[int, tuple[PendingResult, Work] | None] = {}
-        """By number; None for a request that was refused."""
+        self._waiting: dict[int, QueuedRequest] = {}
+        """By number."""
         self._next = 1
         self._arrived = asyncio.Event()
         self._running = False
 
-    def put(self, number: int | None, work: tuple[PendingResult, Work] | None) -> None:
-        """Queues a request; None for one that was refused, for which later ones do not wait. Raises RequestError for a
-        number whose turn has passed."""
+    def put(self, number: int | None, request: QueuedRequest) -> None:
+        """Queues a request. Raises RequestError for a number whose turn has passed."""
         number = max([self._next - 1, *self._waiting]) + 1 if number is None else number
         if number < self._next or number in self._waiting:
             found = f"it has arrived, or those up to {self._next - 1} are done or given up"
             raise bad_request("seq_id", f"the request with number {number}", found, "use a new number")
-        self._waiting[number] = work
+        self._waiting[number] = request
         self._arrived.set()
         if not self._running:
             self._running = True
@@ -163,27 +209,28 @@ class OrderedWork:
 
     def fail(self, found: str) -> None:
         """Ends all queued requests with an error."""
-        for future, _ in filter(None, self._waiting.values()):
-            future.fail(DataError("a request of a model", found, "create a client from a saved state"))
+        for request in self._waiting.values():
+            request.future.fail(DataError("a request of a model", found, "create a client from a saved state"))
         self._waiting.clear()
+        self._arrived.set()  # else the worker waits for the next number
 
     async def _run(self) -> None:
         while self._waiting:
             self._arrived.clear()
             if self._next in self._waiting:
-                entry = self._waiting.pop(self._next)
-                if entry is not None:
-                    async with self._turns:
-                        await entry[0].run(entry[1])
-                self._next += 1
+                request = self._waiting.pop(self._next)
+                self._next += 1  # before its work: this number has had its turn
+                async with self._turns:
+                    await request.future.run(request.work)
+                    if request.future.failed:
+                        request.failed()
                 continue
             try:
                 async with asyncio.timeout(_GAP_S):
                     await self._arrived.wait()
             except TimeoutError:
                 missing, self._next = self._next, min(self._waiting)
-                if (entry := self._waiting[self._next]) is not None:
-                    found = f"request {missing} of this model did not arrive, and this one must follow it"
-                    do = "send both again; the gradient since the last step may lack data"
-                    entry[0].fail(DataError(f"request {self._next} of the model", found, do))
+                found = f"request {missing} of this model did not arrive, and this one must follow it"
+                do = "send both again; the gradient since the last step may lack data"
+                self._waiting[self._next].future.fail(DataError(f"request {self._next} of the model", found, do))
         self._running = False

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from trivium.foundation.errors import DataError
 from trivium.models.weights.lora import base_adapter, linear_layers
-from trivium.models.weights.section import ADAPTER_WEIGHTS, LoraConfig
+from trivium.models.weights.section import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig
 from trivium.protocols import SteppedEngine
 from trivium.serving.tinker.losses import loss_batch
 from trivium.serving.tinker.verbs import Lora, LossRequest
@@ -62,6 +62,7 @@ class Adapters:
         state = directory / _STATE
         if optimizer and not state.is_dir():
             raise DataError("the optimizer of sampler weights", "they have none", "load a state that save_state saved")
+        _check_files(adapter_in(directory), ADAPTER_CONFIG, ADAPTER_WEIGHTS)
         engine = self.make(LoraConfig(path=str(adapter_in(directory)), push="adapter"), 0)  # pyright: ignore[reportArgumentType]
         if not optimizer:
             return self._prepared(engine)
@@ -78,6 +79,7 @@ class Adapters:
         """The weights of a sampler as an engine adopts them: the adapter in a directory; None: of the base model."""
         if directory is None:
             return [*base_adapter(self.base)]
+        _check_files(directory, ADAPTER_WEIGHTS, _PLACES)
         return [*load_file(directory / ADAPTER_WEIGHTS).items(), *load_file(directory / _PLACES).items()]
 
     @staticmethod
@@ -120,3 +122,10 @@ def top_tokens(engine: SteppedEngine, tokens: AnyArray, k: int) -> AnyArray:
     mask, zeros = np.arange(len(tokens)) > 0, np.zeros(len(tokens), np.float32)
     experience = Experience(tokens.astype(np.int32), mask, zeros, zeros.astype(np.int32), "top", 0)
     return np.where(mask[:, None, None], engine.top(Batch((experience,)), k)[0], [0, _NONE])
+
+
+def _check_files(directory: Path, *names: str) -> None:
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        found = f"{', '.join(missing)} missing: it was deleted, or damaged"
+        raise DataError("a saved adapter", found, "save it again, or name another one")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -19,12 +20,16 @@ from trivium.serving.tinker import verbs
 from trivium.serving.tinker.futures import PendingResult
 from trivium.serving.tinker.lora_models import adapter_in
 from trivium.serving.tinker.saved_states import SavedState
-from trivium.serving.tinker.service import Model, TinkerService
+from trivium.serving.tinker.service import TinkerService
 from trivium.serving.tinker.verbs import read_form
 
 _RUN, _STATE = "training_runs/{model_id}/checkpoints", "training_runs/{model_id}/checkpoints/{kind}/{name}"
 _FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 _POLL_S = 25.0
+_LINK_S = 86400
+"""How long the link to a file is valid."""
+_REPEATED = (408, 429, 503)
+"""The SDK repeats requests with these statuses: their numbers will come again."""
 _NOTE = {"info_message": "adapters are on attention and MLP: train_unembed has no effect here"}
 CLIENT_CONFIG: Mapping[str, Any] = {
     "pjwt_auth_enabled": False,
@@ -61,7 +66,6 @@ class TinkerServer:
             "weights_info": (verbs.PathOf, lambda form: self._info_of(form.tinker_path)),
             "create_sampling_session": (verbs.SamplerForm, self._create_sampler),
             "join_sampling_session": (verbs.SamplerOf, self._join_sampler),
-            "asample": (verbs.SampleForm, self._sample),
             "retrieve_futures": (verbs.ResultsForm, self._results),
             "cancel_future": (verbs.ResultOf, self._cancel),
         }
@@ -69,13 +73,14 @@ class TinkerServer:
             ("GET", "healthz", self._health),
             ("GET", "get_server_capabilities", self._capabilities),
             ("POST", "forward_backward", self._forward_backward),
+            ("POST", "asample", self._sample),
             ("POST", "retrieve_future", self._result),
             ("POST", "sessions/{session_id}/finish", self._finish),
             ("GET", "samplers/{sampler_id}", self._sampler),
             ("GET", _RUN, self._states),
             ("DELETE", _STATE, self._delete),
             ("GET", f"{_STATE}/external_weights_urls", self._links),
-            *(("POST", name, _answering(form, answer)) for name, (form, answer) in answers.items()),
+            *(("POST", name, self._answering(form, answer)) for name, (form, answer) in answers.items()),
         ]
         for method, path, endpoint in routes:
             self.app.add_api_route(f"/api/v1/{path}", guarded(endpoint, api_key), methods=[method])
@@ -135,40 +140,57 @@ class TinkerServer:
         return {"model_id": model.id, "model_data": data, "model_name": name, "is_lora": True, "lora_rank": rank}
 
     async def _forward_backward(self, request: Request) -> Response:
-        form, message = verbs.read_loss_head(await request.body())
-        with self._in_order(form) as model:
+        raw = bytearray()
+        with self._in_order(lambda: verbs.loss_number(bytes(raw[:500])), loses_data=True):
+            async for part in request.stream():  # the number is known even of a body that is too large
+                raw += part
+            form, message = verbs.read_loss_head(raw)
+        only = bool(message.get("forward_only"))
+        with self._in_order(lambda: form, loses_data=not only):
+            model, size = self.service.model(form.model_id), len(raw)
             wanted = verbs.read_loss(message, self.service.adapters.vocabulary)
-            return JSONResponse({"request_id": self.service.forward_backward(model, form.seq_id, wanted).id})
+            return JSONResponse({"request_id": self.service.forward_backward(model, form.seq_id, wanted, size).id})
 
     def _optim_step(self, form: verbs.StepForm) -> Answer:
-        with self._in_order(form) as model:
-            return self.service.optim_step(model, form.seq_id, form.adam_params.settings)
+        return self.service.optim_step(self.service.model(form.model_id), form.seq_id, form.adam_params.settings)
 
     def _save(self, form: verbs.SaveForm, kind: str) -> Answer:
-        with self._in_order(form) as model:
-            return self.service.save(model, form, kind)
+        return self.service.save(self.service.model(form.model_id), form, kind)
 
     def _load(self, form: verbs.LoadForm) -> Answer:
-        optimizer = form.optimizer
-        if form.model_id is None:
-            if form.session_id is None or form.model_seq_id is None:
-                raise bad_request("model_id", "model_id, or session_id and model_seq_id", "neither", "send one")
-            saved = self.service.states.open(form.path)
-            return self.service.create_from_state(form.session_id, form.model_seq_id, saved, optimizer=optimizer)
-        with self._in_order(verbs.Numbered(model_id=form.model_id, seq_id=form.seq_id)) as model:
-            saved = self.service.states.open(form.path)
-            return self.service.load(model, form.seq_id, saved, optimizer=optimizer)
+        if form.model_id is not None:
+            model, saved = self.service.model(form.model_id), self.service.states.open(form.path)
+            return self.service.load(model, form.seq_id, saved, optimizer=form.optimizer)
+        if form.session_id is None or form.model_seq_id is None:
+            raise bad_request("model_id", "model_id, or session_id and model_seq_id", "neither", "send one")
+        saved = self.service.states.open(form.path)
+        return self.service.create_from_state(form.session_id, form.model_seq_id, saved, form)
 
     @contextmanager
-    def _in_order(self, form: verbs.Numbered) -> Generator[Model]:
-        """The model of a request. If the block refuses the request, later ones of the model do not wait for it."""
-        model = self.service.model(form.model_id)
+    def _in_order(self, head: Callable[[], verbs.Numbered | None], *, loses_data: bool = False) -> Generator[None]:
+        """If the block refuses a request, later ones of its model do not wait for it. `head` returns its model and
+        number as far as they can be read. `loses_data`: the gradient then lacks data."""
         try:
-            yield model
+            yield
         except RequestError as error:
-            if error.status != 429 and form.seq_id is not None and error.param != "seq_id":  # the SDK repeats those
-                model.work.put(form.seq_id, None)
+            form = None if error.status in _REPEATED or error.param == "seq_id" else head()
+            if form is not None and form.seq_id is not None:
+                with suppress(RequestError):  # an unknown model, or a number that has had its turn
+                    model = self.service.model(form.model_id)
+                    self.service.refuse(model, form.seq_id, error, loses_data=loses_data)
             raise
+
+    def _answering(self, form: type[verbs.Body], answer: Callable[[Any], Answer | Awaitable[Answer]]) -> Endpoint:
+        """The endpoint that answers a JSON body with JSON."""
+
+        async def endpoint(request: Request) -> Response:
+            raw = await request.body()
+            with self._in_order(lambda: verbs.number_in(raw)):
+                result = answer(read_form(form, read_body(raw)))
+            result = await result if isinstance(result, Awaitable) else result
+            return JSONResponse({"request_id": result.id} if isinstance(result, PendingResult) else result)
+
+        return endpoint
 
     # ----------------------------------------------------------------------- sampling
 
@@ -181,10 +203,12 @@ class TinkerServer:
         sampler.clones += 1
         return {"client_counter": sampler.clones}
 
-    def _sample(self, form: verbs.SampleForm) -> Answer:
-        future = self.service.sample(form)
+    async def _sample(self, request: Request) -> Response:
+        raw = await request.body()
+        form = read_form(verbs.SampleForm, read_body(raw))
+        future = self.service.sample(form, len(raw))
         ids = [f"{future.id}-{number}" for number in range(form.num_samples)]
-        return {"request_id": future.id, "sample_sequence_ids": ids}
+        return JSONResponse({"request_id": future.id, "sample_sequence_ids": ids})
 
     async def _sampler(self, request: Request) -> Response:
         sampler = self.service.sampling_session(request.path_params["sampler_id"])
@@ -212,27 +236,19 @@ class TinkerServer:
     async def _links(self, request: Request) -> Response:
         """A link to each file of the state's peft directory."""
         self._state(request)
-        base = request.url.replace(query="")
+        base, expires = request.url.replace(query=""), int(time.time()) + _LINK_S
         paths = {file: base.path.removesuffix("external_weights_urls") + f"files/{file}" for file in _FILES}
-        urls = {file: str(base.replace(path=path, query=f"key={self._signed(path)}")) for file, path in paths.items()}
-        return JSONResponse({"urls": urls, "expires": (datetime.now(UTC) + timedelta(days=1)).isoformat()})
+        queries = {file: f"expires={expires}&key={self._signed(path, f'{expires}')}" for file, path in paths.items()}
+        urls = {file: str(base.replace(path=path, query=queries[file])) for file, path in paths.items()}
+        return JSONResponse({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
 
     async def _file(self, request: Request) -> Response:
-        file, key = request.path_params["file"], request.query_params.get("key", "")
-        if file not in _FILES or not hmac.compare_digest(key.encode(), self._signed(request.url.path).encode()):
-            raise RequestError(403, f"the file {file[:60]!r}", "the link is wrong", "ask for new links")
+        file, query = request.path_params["file"], request.query_params
+        expires, key = query.get("expires", ""), query.get("key", "")
+        is_signed = hmac.compare_digest(key.encode(), self._signed(request.url.path, expires).encode())
+        if file not in _FILES or not is_signed or int(expires) < time.time():
+            raise RequestError(403, f"the file {file[:60]!r}", "the link is wrong, or too old", "ask for new links")
         return FileResponse(adapter_in(self._state(request).directory) / file)
 
-    def _signed(self, path: str) -> str:
-        return hmac.new(f"{self._key}".encode(), path.encode(), hashlib.sha256).hexdigest()
-
-
-def _answering(form: type[verbs.Body], answer: Callable[[Any], Answer | Awaitable[Answer]]) -> Endpoint:
-    """The endpoint that answers a JSON body with JSON."""
-
-    async def endpoint(request: Request) -> Response:
-        result = answer(read_form(form, read_body(await request.body())))
-        result = await result if isinstance(result, Awaitable) else result
-        return JSONResponse({"request_id": result.id} if isinstance(result, PendingResult) else result)
-
-    return endpoint
+    def _signed(self, path: str, expires: str) -> str:
+        return hmac.new(f"{self._key}".encode(), f"{path} {expires}".encode(), hashlib.sha256).hexdigest()

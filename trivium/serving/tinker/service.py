@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
@@ -15,14 +16,18 @@ from trivium.foundation.concurrency import Turns
 from trivium.foundation.errors import DataError
 from trivium.protocols import SteppedEngine, StepSettings
 from trivium.serving.bodies import RequestError, bad_request
-from trivium.serving.tinker.futures import Futures, OrderedWork, PendingResult
+from trivium.serving.tinker.futures import Futures, OrderedWork, PendingResult, QueuedRequest
 from trivium.serving.tinker.lora_models import Adapters, adapter_in, compute_loss, save_state
 from trivium.serving.tinker.sampler import Sampler, SamplingSession
 from trivium.serving.tinker.saved_states import SavedState, SavedStates
-from trivium.serving.tinker.verbs import LossRequest, ModelForm, SampleForm, SaveForm
+from trivium.serving.tinker.verbs import LoadForm, LossRequest, ModelForm, SampleForm, SaveForm
 from trivium.serving.tinker.wire import write_loss_output
 from trivium.types import Metrics
 
+_log = logging.getLogger("trivium")
+_SILENT_S = 120.0
+"""Seconds without a heartbeat after which a session gives its place to another client's model; the SDK sends one every
+10 s."""
 _SNAPSHOTS = 16
 """How many unnamed sampler weights of a model are kept, the newest ones."""
 _CLONE_STRIDE = 10**9
@@ -40,6 +45,9 @@ class TinkerOptions:
     max_context: int
     max_models: int = 8
     max_pending: int = 4096
+    """Requests of a session that are pending, or whose results it has not fetched."""
+    max_pending_bytes: int = 2**30
+    """Bytes of these requests and results."""
     idle_s: float = 3600.0
     """Seconds without a heartbeat after which a session is dropped with its models."""
 
@@ -79,21 +87,35 @@ class TinkerService:
         """`record` takes the `loss` of data, and the metrics of each step, with the id of the model."""
         self.options, self.adapters, self.sampler, self.states = options, adapters, sampler, states
         self._record, self._turns = record, Turns(1)
-        self.futures = Futures(options.max_pending)
+        self.futures = Futures(options.max_pending, options.max_pending_bytes)
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, SamplingSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._idle_check: asyncio.TimerHandle | None = None
 
     # ----------------------------------------------------------------------- sessions
 
     def create_session(self) -> Session:
-        limit = time.monotonic() - self.options.idle_s
-        for idle in [each for each in self._sessions.values() if each.alive < limit]:
-            self.finish(idle)
         session = Session(uuid.uuid4().hex)
         self._sessions[session.id] = session
+        if self._idle_check is None:
+            self._drop_idle()
         return session
+
+    def _drop_idle(self) -> None:
+        """Drops idle sessions, now and regularly while there are sessions."""
+        self._drop_silent(self.options.idle_s)
+        period = min(60.0, self.options.idle_s)
+        loop = asyncio.get_running_loop()
+        self._idle_check = loop.call_later(period, self._drop_idle) if self._sessions else None
+
+    def _drop_silent(self, seconds: float) -> None:
+        """Drops the sessions without a heartbeat for so long."""
+        limit = time.monotonic() - seconds
+        for silent in [each for each in self._sessions.values() if each.alive < limit]:
+            _log.warning("the session %s is dropped: no heartbeat for %.0f s", silent.id, seconds)
+            self.finish(silent)
 
     def session(self, id: str) -> Session:
         """The session, which is alive. Raises RequestError (410) for one that is finished or unknown."""
@@ -104,8 +126,9 @@ class TinkerService:
         return session
 
     def finish(self, session: Session) -> None:
-        """Drops a session with its models. Saved states stay."""
+        """Drops a session with its models and its requests. Saved states stay."""
         del self._sessions[session.id]
+        self.futures.finish(session.id)
         for model in [each for each in self._models.values() if each.session_id == session.id]:
             del self._models[model.id]
             model.work.fail("its session is finished")
@@ -115,6 +138,7 @@ class TinkerService:
 
     async def _close(self, model: Model) -> None:
         async with self._turns:
+            self._record(model.id, {})
             engine, model.engine = model.engine, None
             if engine is not None:
                 engine.close()
@@ -136,17 +160,25 @@ class TinkerService:
         make = partial(self.adapters.new, lora, number if lora.seed is None else lora.seed)
         return self._create(form.session_id, number, form.info, make, {"type": "create_model"})
 
-    def create_from_state(self, session_id: str, number: int, saved: SavedState, *, optimizer: bool) -> PendingResult:
-        """A new model that begins with a saved state."""
-        make = partial(self.adapters.saved, saved.directory, optimizer=optimizer)
+    def create_from_state(self, session_id: str, number: int, saved: SavedState, form: LoadForm) -> PendingResult:
+        """A new model that begins with a saved state. It has the metadata of the saved model and its own."""
+        make = partial(self.adapters.saved, saved.directory, optimizer=form.optimizer)
         answer = {"type": "load_weights", "path": saved.path}
-        return self._create(session_id, number, self.states.model(saved.model_id), make, answer)
+        info = self.states.model(saved.model_id)
+        metadata = {**(info["user_metadata"] or {}), **(form.user_metadata or {})}
+        info |= {"base_model": form.base_model or info["base_model"], "user_metadata": metadata or None}
+        return self._create(session_id, number, info, make, answer)
 
     def _create(self, session_id: str, number: int, info: Any, make: Make, answer: Mapping[str, Any]) -> PendingResult:
         self.session(session_id)
         self._check_base(info["base_model"])
-        if (future := self.futures.known(session_id, number)) is not None:
+        if (future := self.futures.known(session_id, number, answer["type"])) is not None:
             return future
+        if f"{session_id}:train:{number}" in self._models:
+            found = "this session has it already, and its result was fetched long ago"
+            raise bad_request("model_seq_id", f"a new model {number}", found, "use a new number")
+        if len(self._models) >= self.options.max_models:
+            self._drop_silent(_SILENT_S)
         if len(self._models) >= self.options.max_models:
             found = f"{len(self._models)} are in memory, and serve.max_models is {self.options.max_models}"
             do = "close the ServiceClient of one, or raise the key"
@@ -164,8 +196,9 @@ class TinkerService:
                 raise
             return {**answer, "model_id": model.id}
 
-        future = self.futures.add(session_id, number, work)
+        future = self.futures.add(session_id, session_id, number, answer["type"])
         self._models[model.id] = model
+        self._spawn(future.run(work))  # to its end: nothing else closes the engine
         return future
 
     def _check_base(self, name: str) -> str:
@@ -176,8 +209,8 @@ class TinkerService:
 
     # ----------------------------------------------------------------------- training
 
-    def forward_backward(self, model: Model, number: int | None, request: LossRequest) -> PendingResult:
-        """The loss of data, and unless it is only the forward pass, its gradient."""
+    def forward_backward(self, model: Model, number: int | None, request: LossRequest, size: int) -> PendingResult:
+        """The loss of data in a body of `size` bytes, and unless it is only the forward pass, its gradient."""
 
         def work(engine: SteppedEngine) -> bytes:
             metrics, log_probs = compute_loss(engine, request)
@@ -185,17 +218,33 @@ class TinkerService:
                 self._record(model.id, {"loss": metrics["loss:sum"]})
             return write_loss_output(metrics, log_probs)
 
-        return self._train(model, number, work)
+        failed = None if request.forward_only else partial(_lose_data, model)
+        return self._train(model, number, "forward_backward", work, size=size, failed=failed)
 
     def optim_step(self, model: Model, number: int | None, settings: StepSettings) -> PendingResult:
         """One step on the gradient of the data since the last one."""
 
         def work(engine: SteppedEngine) -> Mapping[str, Any]:
-            metrics = engine.step(settings)
-            self._record(model.id, metrics)
+            try:
+                metrics = engine.step(settings)
+            except BaseException:
+                self._record(model.id, {})
+                raise
+            try:
+                self._record(model.id, metrics)
+            except Exception as error:  # the weights have moved: the client must not repeat the step
+                _log.error("a step of the model %s is missing in the metrics", model.id, exc_info=error)
             return {"metrics": {"grad_norm:mean": metrics["train/grad_norm/policy"], "step:max": float(engine.version)}}
 
-        return self._train(model, number, work)
+        return self._train(model, number, "optim_step", work)
+
+    def refuse(self, model: Model, number: int, error: RequestError, *, loses_data: bool) -> None:
+        """Lets a refused request take its turn, so that later ones do not wait for it. `loses_data`: its data are
+        missing in the gradient."""
+        refused = PendingResult("")
+        refused.fail(error)
+        failed = partial(_lose_data, model) if loses_data else _nothing
+        model.work.put(number, QueuedRequest(refused, _no_work, failed))
 
     def save(self, model: Model, form: SaveForm, kind: str) -> PendingResult:
         """Saves a model under a name, or without one as a new sampling session."""
@@ -221,7 +270,7 @@ class TinkerService:
             session = self._add_sampler(model.session_id, (model.number, number), result["path"], None)
             return {"sampling_session_id": session.id}
 
-        return self._train(model, form.seq_id, work, after)
+        return self._train(model, form.seq_id, f"save {kind}", work, after)
 
     def load(self, model: Model, number: int | None, saved: SavedState, *, optimizer: bool) -> PendingResult:
         """Replaces the weights of a model by a saved state."""
@@ -229,19 +278,24 @@ class TinkerService:
         def work(engine: SteppedEngine) -> Mapping[str, Any]:
             model.engine = self.adapters.saved(saved.directory, optimizer=optimizer)
             engine.close()
+            self._record(model.id, {})
             return {"path": saved.path, "model_id": model.id, "type": "load_weights"}
 
-        return self._train(model, number, work)
+        return self._train(model, number, "load_weights", work)
 
     def _train(
         self,
         model: Model,
         number: int | None,
+        verb: str,
         work: Callable[[SteppedEngine], Mapping[str, Any] | bytes],
         after: Callable[[Any], Mapping[str, Any]] | None = None,
+        *,
+        size: int = 0,
+        failed: Callable[[], object] | None = None,
     ) -> PendingResult:
         """Works in a thread when the request's turn comes, and then on the event loop."""
-        if (future := self.futures.known(model.id, number)) is not None:
+        if (future := self.futures.known(model.id, number, verb)) is not None:
             return future
 
         async def in_thread() -> Mapping[str, Any] | bytes:
@@ -250,9 +304,9 @@ class TinkerService:
             result = await asyncio.to_thread(work, model.engine)
             return result if after is None else after(result)
 
-        future = self.futures.add(model.id, number)
+        future = self.futures.add(model.session_id, model.id, number, verb, size)
         try:
-            model.work.put(number, (future, in_thread))
+            model.work.put(number, QueuedRequest(future, in_thread, failed or _nothing))
         except RequestError:
             self.futures.forget(future)
             raise
@@ -285,20 +339,20 @@ class TinkerService:
         self.session(sampler.session_id)
         return sampler
 
-    def sample(self, form: SampleForm) -> PendingResult:
-        """Completions of a prompt."""
+    def sample(self, form: SampleForm, size: int) -> PendingResult:
+        """Completions of a prompt, which a body of `size` bytes asks for."""
         sampler, number = self.sampling_session(form.sampling_session_id), form.seq_id or 0
-        if (future := self.futures.known(sampler.id, form.seq_id)) is not None:
+        if (future := self.futures.known(sampler.id, form.seq_id, "asample")) is not None:
             return future
         _ = form.tokens  # raises for an empty prompt before its work is queued
+        form = form.within(self.adapters.vocabulary)
 
         async def work() -> bytes:
             if sampler.weights is not None and not sampler.weights.is_dir():
                 raise DataError("weights of a sampler", "newer ones have replaced them", "create a new SamplingClient")
             return await self.sampler.sample(sampler.weights, form, (*sampler.address, number), self._turns)
 
-        future = self.futures.add(sampler.id, form.seq_id, work)
-
+        future = self.futures.add(sampler.session_id, sampler.id, form.seq_id, "asample", size, work)
         future.outcome.add_done_callback(lambda _: sampler.finish(number // _CLONE_STRIDE, future))
         return future
 
@@ -311,8 +365,23 @@ class TinkerService:
 
     async def close(self) -> None:
         """Ends all work. Saved states stay."""
+        if self._idle_check is not None:
+            self._idle_check.cancel()
         for model in self._models.values():
             model.work.fail("the service ends")
         await self.futures.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.sampler.engine.close()
+
+
+async def _no_work() -> Mapping[str, Any]:
+    return {}
+
+
+def _nothing() -> None:
+    return
+
+
+def _lose_data(model: Model) -> None:
+    if model.engine is not None:
+        model.engine.lose_data()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -11,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trivium.protocols import StepSettings
-from trivium.serving.bodies import bad_request
+from trivium.serving.bodies import RequestError, bad_request
 from trivium.serving.tinker.losses import FORMULAS
 from trivium.serving.tinker.wire import FORWARD_BACKWARD, read_array, read_message, read_tensor
 from trivium.types import MIN_TEMPERATURE, AnyArray, IntArray, Sampling
@@ -128,6 +130,7 @@ class LoadForm(Body):
     session_id: Name | None = None
     model_seq_id: Number | None = None
     base_model: Name | None = None
+    user_metadata: Metadata = None
     optimizer_config: OptimizerKind | None = None
 
 
@@ -201,6 +204,11 @@ class SampleForm(SamplerOf):
             raise bad_request("prompt", asked, f"{len(tokens)} tokens", "send a longer one")
         return np.array(tokens, np.int32)
 
+    def within(self, vocabulary: int) -> SampleForm:
+        """The request without more most probable tokens than there are."""
+        names = ("topk_prompt_logprobs", "topk_sample_logprobs")
+        return self.model_copy(update={name: min(getattr(self, name), vocabulary) for name in names})
+
     def sampling(self, remaining: int) -> Sampling:
         """Stop strings end a turn beside the model's ends of turn, stop tokens and an empty list in place of them."""
         params, stop = self.sampling_params, self.sampling_params.stop
@@ -231,10 +239,28 @@ class LossRequest:
     forward_only: bool
 
 
-def read_loss_head(raw: bytes) -> tuple[Numbered, dict[str, Any]]:
+def number_in(raw: bytes) -> Numbered | None:
+    """The model and number of a JSON body, of which other values may be wrong."""
+    try:
+        body = json.loads(raw)
+        return Numbered(model_id=body["model_id"], seq_id=body["seq_id"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def read_loss_head(raw: bytes | bytearray) -> tuple[Numbered, dict[str, Any]]:
     """(model and number, message) of `forward_backward`."""
     message = read_message(memoryview(raw), FORWARD_BACKWARD)
     return read_form(Numbered, {**message, "seq_id": message.get("seq_id") or None}), message
+
+
+def loss_number(raw: bytes) -> Numbered | None:
+    """The model and number of `forward_backward` whose bytes are cut or damaged: the SDK sends them first."""
+    for end in range(4, min(len(raw), 500) + 1):  # a field that is cut is an error
+        with suppress(RequestError, LookupError, ValidationError):
+            head = read_message(memoryview(raw)[:end], FORWARD_BACKWARD)
+            return Numbered(model_id=head["model_id"], seq_id=head["seq_id"])
+    return None
 
 
 def read_loss(message: Mapping[str, Any], vocabulary: int) -> LossRequest:
