@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def serve_tinker(config: RunConfig, run_dir: Path) -> None:
     """Serves until the process is ended."""
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
-    stage = Stage(_at_temperature_one(config), 0, 0, True, run_dir, model_dir)
+    stage = Stage(_at_temperature(config, 1.0), 0, 0, True, run_dir, model_dir)
     log = StepLog(config, run_dir)
     try:
         run_in_loop(_serve(stage, log), config.sync.deadline_s)
@@ -63,9 +63,9 @@ class StepLog:
         self.monitor.log(self._step, {"train/loss/policy": self._losses.pop(model_id, 0.0), **metrics})
 
 
-def _at_temperature_one(config: RunConfig) -> RunConfig:
-    """The SDK's log-probabilities are those of the model itself."""
-    sampling = config.engine.sampling.model_copy(update={"temperature": 1.0})
+def _at_temperature(config: RunConfig, temperature: float) -> RunConfig:
+    """The config with another sampling temperature, at which train engines score too."""
+    sampling = config.engine.sampling.model_copy(update={"temperature": temperature})
     return config.model_copy(update={"engine": config.engine.model_copy(update={"sampling": sampling})})
 
 
@@ -114,10 +114,11 @@ def adapters_of(stage: Stage) -> Adapters:
     dtype = torch.float64 if train.dtype == "float64" else getattr(torch, train.frozen_dtype)
     base = load_lm(stage.model_dir, dtype=dtype, device=device_of(train.device), attention=None)
 
-    def make(section: LoraConfig, seed: int) -> SteppedEngine:
+    def make(section: LoraConfig, seed: int, temperature: float) -> SteppedEngine:
         train = config.train.model_copy(update={"lora": section})
         run = config.run.model_copy(update={"seed": seed})
-        own = replace(stage, config=config.model_copy(update={"train": train, "run": run}))
+        changed = config.model_copy(update={"train": train, "run": run})
+        own = replace(stage, config=_at_temperature(changed, temperature))
         engine = build_rank_engine(own, algorithm, None, base=base)
         engine.settings = replace(engine.settings, saves_merged=False)
         if not isinstance(engine, SteppedEngine):

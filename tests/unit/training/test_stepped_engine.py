@@ -37,7 +37,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 
 
 def engine_of(adapters: Adapters, seed: int = 1) -> Any:
-    engine = adapters.make(LORA, seed)
+    engine = adapters.make(LORA, seed, 1.0)
     engine.prepare()
     return engine
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_without_merged_weights(adapters: Adapters, tmp_path: Path)
     engine.save(tmp_path / "state")
     files = {path.name for path in (tmp_path / "state").iterdir()}
     assert files == {"policy-adapter", "policy-optimizer.safetensors", "engine.json"}
-    again = adapters.make(LORA, 0)
+    again = adapters.make(LORA, 0, 1.0)
     again.load(tmp_path / "state")
     found, expected = dict(again.offered_weights()), dict(engine.offered_weights())
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

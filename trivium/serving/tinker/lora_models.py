@@ -38,8 +38,8 @@ class Adapters:
     """Makes the engines of adapters."""
 
     base: PreTrainedModel
-    make: Callable[[LoraConfig, int], SteppedEngine]
-    """(adapter, seed) -> an engine for it on the base weights, not prepared."""
+    make: Callable[[LoraConfig, int, float], SteppedEngine]
+    """(adapter, seed, temperature) -> an engine for it on the base weights, not prepared."""
 
     @property
     def vocabulary(self) -> int:
@@ -55,25 +55,29 @@ class Adapters:
             found, do = "neither attention nor MLP: the output layer has none here", "set train_attn or train_mlp"
             raise DataError("layers with an adapter", found, do)
         section = LoraConfig(rank=lora.rank, alpha=_ALPHA, targets=tuple(sorted(chosen)), push="adapter")
-        return self._prepared(self.make(section, seed))
+        return self._prepared(self.make(section, seed, 1.0))
 
     def saved(self, directory: Path, *, optimizer: bool) -> SteppedEngine:
         """The adapter in a directory of a saved state. Raises DataError for the optimizer of one without."""
         state = directory / _STATE
         if optimizer and not state.is_dir():
             raise DataError("the optimizer of sampler weights", "they have none", "load a state that save_state saved")
-        _check_files(adapter_in(directory), ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-        engine = self.make(LoraConfig(path=str(adapter_in(directory)), push="adapter"), 0)  # pyright: ignore[reportArgumentType]
+        engine = self._open(adapter_in(directory), 1.0)
         if not optimizer:
             return self._prepared(engine)
         engine.load(state)
         return engine
 
-    def scoring(self, weights: Path | None) -> SteppedEngine:
-        """An engine that scores with the adapter in a directory; None: with the base model."""
+    def scoring(self, weights: Path | None, temperature: float) -> SteppedEngine:
+        """An engine that scores with the adapter in a directory at a temperature; None: with the base model."""
         if weights is not None:
-            return self.saved(weights, optimizer=False)
-        return self._prepared(self.make(LoraConfig(rank=1, push="adapter"), 0))  # a new adapter changes nothing
+            return self._prepared(self._open(weights, temperature))
+        # A new adapter changes nothing.
+        return self._prepared(self.make(LoraConfig(rank=1, push="adapter"), 0, temperature))
+
+    def _open(self, adapter: Path, temperature: float) -> SteppedEngine:
+        _check_files(adapter, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+        return self.make(LoraConfig(path=str(adapter), push="adapter"), 0, temperature)  # pyright: ignore[reportArgumentType]
 
     def weights(self, directory: Path | None) -> Named:
         """The weights of a sampler as an engine adopts them: the adapter in a directory; None: of the base model."""

@@ -92,7 +92,7 @@ class DatumLoss(CutAnywhere):
         log_prob = zero_outside(log_prob, mask)
         function = FORMULAS[self.name].function
         if function is None:
-            losses = -columns["weights"] * log_prob if "weights" in columns else -log_prob
+            losses = -columns["weights"] * log_prob
         else:
             over = columns[_MASK] != 0 if _MASK in columns else mask
             x = PolicyInputs(log_prob, over, columns, torch.zeros_like(mask))
@@ -107,8 +107,10 @@ def loss_batch(
     """The batch and the objective of data: (input tokens (N,), inputs) each, `target_tokens` among the inputs.
 
     Token t of a sequence is the target of input t - 1, and the last target its last token. Targets that are not the
-    next tokens of the input, or several of them per token, are candidates.
+    next tokens of the input, or several of them per token, are candidates. Without `weights`, each target counts one.
     """
+    if FORMULAS[name].function is None and not any("weights" in inputs for _, inputs in data):
+        data = [(tokens, {**inputs, "weights": _is_target(inputs["target_tokens"])}) for tokens, inputs in data]
     widths = [inputs["target_tokens"].shape[1] if inputs["target_tokens"].ndim == 2 else 0 for _, inputs in data]
     width = max(widths)
     is_next = width == 0 and all((inputs["target_tokens"][:-1] == tokens[1:]).all() for tokens, inputs in data)
@@ -134,6 +136,13 @@ def loss_batch(
         columns[_TARGETS] = candidates
     batch = Batch(tuple(experiences)).with_columns(**columns)
     return batch, DatumLoss(name, {**FORMULAS[name].options, **options}, frozenset(columns), width > 0)
+
+
+def _is_target(targets: AnyArray) -> AnyArray:
+    """One for each target, zero for padding. The SDK fills up several targets per token with 0, and it sends the same
+    tensor with these zeros or without them, whichever is smaller."""
+    several = targets.ndim == 2 and targets.shape[1] > 1
+    return (targets != 0).astype(np.float32) if several else np.ones(targets.shape, np.float32)
 
 
 def _shifted(values: AnyArray, width: int) -> AnyArray:

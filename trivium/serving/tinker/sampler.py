@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -19,10 +19,14 @@ from trivium.foundation.concurrency import Turns, gather_or_cancel
 from trivium.foundation.randomness import SampleKey
 from trivium.protocols import RolloutEngine, SteppedEngine
 from trivium.serving.tinker.futures import PendingResult
-from trivium.serving.tinker.lora_models import Adapters, top_tokens
+from trivium.serving.tinker.lora_models import Adapters, Named, adapter_in, top_tokens
+from trivium.serving.tinker.saved_states import SavedState
 from trivium.serving.tinker.verbs import SampleForm
 from trivium.serving.tinker.wire import floats, write_message, write_top
-from trivium.types import SERVED, Completion, IntArray, Request, StopReason
+from trivium.types import MIN_TEMPERATURE, SERVED, Completion, IntArray, Request, StopReason
+
+Adopted = SavedState | None | Literal["unknown"]
+"""What an engine holds; None: the base model."""
 
 
 @dataclass(eq=False)
@@ -34,7 +38,8 @@ class SamplingSession:
     base_model: str
     address: tuple[int | str, ...]
     """Addresses the random numbers of its requests."""
-    weights: Path | None = None
+    weights: SavedState | None = None
+    """None: those of the base model."""
     model_path: str | None = None
     clones: int = 0
     finished: dict[int, dict[int, dict[str, str]]] = field(default_factory=dict[int, dict[int, dict[str, str]]])
@@ -69,19 +74,21 @@ class Sampler:
 
     def __init__(self, engine: RolloutEngine, adapters: Adapters, seed: int) -> None:
         self.engine, self._adapters, self._seed = engine, adapters, seed
-        self._held: Path | None = None
+        self._held: Adopted = None
         self._version = self._running = 0
-        self._waiting: dict[Path | None, list[asyncio.Future[None]]] = {}
+        self._waiting: dict[SavedState | None, list[asyncio.Future[None]]] = {}
         self._adopting: asyncio.Task[None] | None = None
-        self._scoring: tuple[Path | None, SteppedEngine] | None = None
-        """The last weights whose most probable tokens were asked for, and their engine."""
+        self._scoring: tuple[SavedState | None, float, SteppedEngine] | None = None
+        """The last weights and temperature of which the most probable tokens were asked for, and their engine."""
 
     async def sample(
-        self, weights: Path | None, form: SampleForm, address: tuple[int | str, ...], turns: Turns
+        self, weights: SavedState | None, form: SampleForm, address: tuple[int | str, ...], turns: Turns
     ) -> bytes:
-        """The `SampleResponse` of a request for the weights in a directory (None: the base model). Its random numbers
+        """The `SampleResponse` of a request for the weights of a state (None: the base model). Its random numbers
         are a function of the seed of the run and this address, or of its own seed. `turns` admits what computes with
-        train engines."""
+        train engines. Raises DataError if the state was deleted or replaced."""
+        if weights is not None:
+            weights.check()
         seed, prompt = form.sampling_params.seed, form.tokens
         path = address if seed is None else ("seed", seed)
         sampling = form.sampling(self.engine.max_context - len(prompt))
@@ -102,7 +109,7 @@ class Sampler:
         return write_message(*sequences, (2, log_probs), (3, tops[0]))
 
     @asynccontextmanager
-    async def _holding(self, weights: Path | None) -> AsyncGenerator[None]:
+    async def _holding(self, weights: SavedState | None) -> AsyncGenerator[None]:
         """The engine holds these weights while the block runs."""
         if weights != self._held or self._waiting or self._adopting is not None:
             turn = asyncio.get_running_loop().create_future()
@@ -129,13 +136,13 @@ class Sampler:
         if self._waiting and not self._running and self._adopting is None:
             self._adopting = asyncio.create_task(self._adopt(next(iter(self._waiting))))
 
-    async def _adopt(self, weights: Path | None) -> None:
+    async def _adopt(self, weights: SavedState | None) -> None:
         """Adopts weights, and admits all that wait for them. They raise the error if that fails."""
         try:
             if weights != self._held:
                 self._version += 1
-                self._held = None  # unknown, if the load fails
-                await self.engine.load(self._version, await asyncio.to_thread(self._adapters.weights, weights))
+                self._held = "unknown"  # if the load fails
+                await self.engine.load(self._version, await asyncio.to_thread(self._read, weights))
                 self._held = weights
         except Exception as error:
             for turn in self._waiting.pop(weights):
@@ -148,25 +155,50 @@ class Sampler:
         self._adopting = None
         self._adopt_next()
 
+    def _read(self, weights: SavedState | None) -> Named:
+        """The weights of a state. Raises DataError if it was deleted or replaced meanwhile."""
+        if weights is None:
+            return self._adapters.weights(None)
+        try:
+            return self._adapters.weights(adapter_in(weights.directory))
+        finally:
+            weights.check()  # after reading: files of another state may have been among them, or none
+
+    def _scorer(self, weights: SavedState | None, temperature: float) -> SteppedEngine:
+        """The engine that scores with the weights of a state at a temperature."""
+        if self._scoring is None or self._scoring[:2] != (weights, temperature):
+            old, self._scoring = self._scoring, None
+            if old is not None:
+                old[2].close()
+            directory = None if weights is None else adapter_in(weights.directory)
+            try:
+                engine = self._adapters.scoring(directory, temperature)
+            finally:
+                if weights is not None:
+                    weights.check()
+            self._scoring = weights, temperature, engine
+        return self._scoring[2]
+
     def _tops(
-        self, weights: Path | None, form: SampleForm, prompt: IntArray, completions: Sequence[Completion]
+        self, weights: SavedState | None, form: SampleForm, prompt: IntArray, completions: Sequence[Completion]
     ) -> list[bytes | None]:
-        """The most probable tokens of the prompt and of each completion, where they are asked for."""
-        if self._scoring is None or self._scoring[0] != weights:
-            if self._scoring is not None:
-                self._scoring[1].close()
-            self._scoring = weights, self._adapters.scoring(weights)
-        engine, tops = self._scoring[1], list[bytes | None]()
+        """The most probable tokens of the prompt and of each completion, where they are asked for: as the
+        log-probabilities beside them, those of a prompt are the model's own, and those of a completion are at the
+        temperature of the request."""
+        tops = list[bytes | None]()
         of_prompt, of_sample = form.topk_prompt_logprobs, form.topk_sample_logprobs
         if of_prompt:
-            top = top_tokens(engine, prompt, of_prompt)
+            top = top_tokens(self._scorer(weights, 1.0), prompt, of_prompt)
             top[: _skipped(form, prompt)] = top[0]
             tops.append(write_top(top))
         else:
             tops.append(None)
+        if not of_sample:
+            return [*tops, *(None for _ in completions)]
+        engine = self._scorer(weights, max(form.sampling_params.temperature, MIN_TEMPERATURE))
         for each in completions:
             whole = np.concatenate([prompt, each.tokens])
-            tops.append(write_top(top_tokens(engine, whole, of_sample)[len(prompt) :]) if of_sample else None)
+            tops.append(write_top(top_tokens(engine, whole, of_sample)[len(prompt) :]))
         return tops
 
 

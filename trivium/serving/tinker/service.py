@@ -17,9 +17,9 @@ from trivium.foundation.errors import DataError
 from trivium.protocols import SteppedEngine, StepSettings
 from trivium.serving.bodies import RequestError, bad_request
 from trivium.serving.tinker.futures import Futures, OrderedWork, PendingResult, QueuedRequest
-from trivium.serving.tinker.lora_models import Adapters, adapter_in, compute_loss, save_state
+from trivium.serving.tinker.lora_models import Adapters, compute_loss, save_state
 from trivium.serving.tinker.sampler import Sampler, SamplingSession
-from trivium.serving.tinker.saved_states import SavedState, SavedStates
+from trivium.serving.tinker.saved_states import SNAPSHOT, SavedState, SavedStates
 from trivium.serving.tinker.verbs import LoadForm, LossRequest, ModelForm, SampleForm, SaveForm
 from trivium.serving.tinker.wire import write_loss_output
 from trivium.types import Metrics
@@ -126,7 +126,7 @@ class TinkerService:
         return session
 
     def finish(self, session: Session) -> None:
-        """Drops a session with its models and its requests. Saved states stay."""
+        """Drops a session with its models and its requests. Saved states that have a name stay."""
         del self._sessions[session.id]
         self.futures.finish(session.id)
         for model in [each for each in self._models.values() if each.session_id == session.id]:
@@ -142,6 +142,7 @@ class TinkerService:
             engine, model.engine = model.engine, None
             if engine is not None:
                 engine.close()
+            await asyncio.to_thread(self.states.delete_unnamed, model.id)
 
     # ----------------------------------------------------------------------- models
 
@@ -251,7 +252,7 @@ class TinkerService:
         number, is_named = form.sampling_session_seq_id, form.path is not None
         if not is_named and (kind != "sampler_weights" or number is None):
             raise bad_request("path", "a name, or the number of a sampling session", "neither", "send one")
-        name = form.path or f"snapshot-{model.snapshots + 1:06d}"
+        name, kind = (form.path, kind) if form.path else (f"{model.snapshots + 1:06d}", SNAPSHOT)
         self.states.place(model.id, kind, name, overwrite=True)  # refuses a bad name at once, a taken one in its turn
         model.snapshots += not is_named
 
@@ -264,8 +265,7 @@ class TinkerService:
         def after(result: Mapping[str, Any]) -> Mapping[str, Any]:
             if is_named or number is None:
                 return result
-            unnamed = [each for each in self.states.of(model.id) if each.name.startswith("snapshot-")]
-            for old in unnamed[:-_SNAPSHOTS]:
+            for old in self.states.of(model.id, (SNAPSHOT,))[:-_SNAPSHOTS]:
                 self.states.delete(old)
             session = self._add_sampler(model.session_id, (model.number, number), result["path"], None)
             return {"sampling_session_id": session.id}
@@ -322,10 +322,9 @@ class TinkerService:
     def _add_sampler(
         self, session_id: str, address: tuple[int | str, ...], path: str | None, base: str | None
     ) -> SamplingSession:
-        weights: Path | None = None
-        if path is not None:
-            saved = self.states.open(path)
-            weights, base = adapter_in(saved.directory), self.states.model(saved.model_id)["base_model"]
+        weights = None if path is None else self.states.open(path)
+        if weights is not None:
+            base = self.states.model(weights.model_id)["base_model"]
         base = self._check_base(base or "")
         sampler = SamplingSession(uuid.uuid4().hex, session_id, base, address, weights, path)
         self._samplers[sampler.id] = sampler
@@ -348,8 +347,6 @@ class TinkerService:
         form = form.within(self.adapters.vocabulary)
 
         async def work() -> bytes:
-            if sampler.weights is not None and not sampler.weights.is_dir():
-                raise DataError("weights of a sampler", "newer ones have replaced them", "create a new SamplingClient")
             return await self.sampler.sample(sampler.weights, form, (*sampler.address, number), self._turns)
 
         future = self.futures.add(sampler.session_id, sampler.id, form.seq_id, "asample", size, work)
