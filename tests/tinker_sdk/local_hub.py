@@ -12,7 +12,6 @@ from typing import Any
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 """A name that the cookbook knows, with a renderer of the same template as the served model's."""
-ANSWER = 7
 _NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo")
 _THINGS = ("apples", "coins", "books", "cards")
 
@@ -24,8 +23,8 @@ def make_hub(directory: Path, model_dir: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
         if (model_dir / name).is_file():
             shutil.copy(model_dir / name, tokenizer / name)
-    sums, chats = [*_sums(40)], [*_chats(48)]
-    _data(directory / "openai/gsm8k", {"main": {"train": sums, "test": sums[:8]}})
+    counts, chats = [*_counts(48)], [*_chats(48)]
+    _data(directory / "openai/gsm8k", {"main": {"train": counts, "test": counts[:8]}})
     _data(directory / "HuggingFaceH4/no_robots", {"default": {"train": chats, "test": chats[:8]}})
     prompts = [{"messages": each["messages"][:1]} for each in chats]
     _data(directory / "allenai/tulu-3-sft-mixture", {"default": {"train": prompts}})
@@ -47,14 +46,16 @@ def _data(folder: Path, configs: Mapping[str, Mapping[str, Iterable[Mapping[str,
     (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(listed)}\n---\n")
 
 
-def _sums(number: int) -> Iterable[Mapping[str, Any]]:
-    """Rows in the format of GSM8K, whose answer is always `ANSWER`, which any policy learns within a few steps."""
+def _counts(number: int) -> Iterable[Mapping[str, Any]]:
+    """Rows in the format of GSM8K, each with its own answer: one of two numbers of the question, so that only a policy
+    that reads the question is right more often than every second time."""
     rng = random.Random(1)
     for _ in range(number):
-        name, thing, one = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(1, ANSWER - 1)
-        two = ANSWER - one
-        question = f"{name} has {one} {thing} and gets {two} more. How many {thing} does {name} have?"
-        yield {"question": question, "answer": f"{one} + {two} = <<{one}+{two}={ANSWER}>>{ANSWER}\n#### {ANSWER}"}
+        name, things, counts = rng.choice(_NAMES), rng.sample(_THINGS, 2), rng.sample(range(2, 10), 2)
+        asked, answer = rng.choice([*zip(things, counts, strict=True)])
+        has = f"{counts[0]} {things[0]} and {counts[1]} {things[1]}"
+        question = f"{name} has {has}. How many {asked} does {name} have?"
+        yield {"question": question, "answer": f"{name} has {answer} {asked}.\n#### {answer}"}
 
 
 def _chats(number: int) -> Iterable[Mapping[str, Any]]:

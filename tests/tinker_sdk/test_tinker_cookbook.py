@@ -30,8 +30,6 @@ class Cookbook:
 
     def __init__(self, service: Service, hub: Path, logs: Path) -> None:
         self.service, self.hub, self.logs = service, hub, logs
-        self.warm = ""
-        """A state that writes an answer into a box, but any number."""
 
     def run(self, module: str, **settings: Any) -> list[dict[str, Any]]:
         """The metrics of a recipe's steps."""
@@ -99,34 +97,34 @@ def test_sl_basic(cookbook: Cookbook) -> None:
 
 
 def test_rl_loop_resumes_and_learns(cookbook: Cookbook, warm: str) -> None:
-    """Its default loss, `stable_reinforce`, on GSM8K's format."""
+    """Its default loss, `stable_reinforce`, on GSM8K's format. A policy that does not read the question gets 0.5."""
     log = cookbook.logs / "rl_loop"
     log.mkdir(parents=True)
     (log / "checkpoints.jsonl").write_text(json.dumps({"name": "warm", "batch": 0, "state_path": warm}) + "\n")
     settings = {
-        "batch_size": 3,
+        "batch_size": 4,
         "group_size": 8,
         "max_tokens": 10,
         "lora_rank": 8,
         "learning_rate": 5e-4,
         "save_every": 0,
     }
-    rewards = [row["reward/total"] for row in cookbook.run("rl_loop", max_steps=6, **settings)]
-    assert max(rewards[-2:]) > max(0.5, rewards[0] + 0.2)
+    rewards = [row["reward/total"] for row in cookbook.run("rl_loop", max_steps=8, **settings)]
+    assert sum(rewards[-3:]) / 3 > max(0.8, rewards[0] + 0.1)
 
 
 def test_rl_basic_in_the_math_environment(cookbook: Cookbook, warm: str) -> None:
     data = {
         DATA: f"{RECIPES}.math_rl.math_env:Gsm8kDatasetBuilder",
-        f"{DATA}.batch_size": 2,
+        f"{DATA}.batch_size": 4,
         f"{DATA}.group_size": 8,
         f"{DATA}.renderer_name": "qwen3_instruct",
         f"{DATA}.model_name_for_tokenizer": MODEL,
     }
-    more = {"max_tokens": 10, "max_steps": 5, "lora_rank": 8, "learning_rate": 5e-4, "load_checkpoint_path": warm}
+    more = {"max_tokens": 10, "max_steps": 8, "lora_rank": 8, "learning_rate": 5e-4, "load_checkpoint_path": warm}
     rows = [row for row in cookbook.run("rl_basic", **data, **more) if "env/all/correct" in row]
     correct = [row["env/all/correct"] for row in rows]
-    assert max(correct[-2:]) > max(0.5, correct[0] + 0.2)
+    assert sum(correct[-3:]) / 3 > max(0.8, correct[0] + 0.1)
     assert all(abs(row["optim/kl_sample_train_v1"]) < 1e-4 for row in rows)  # sampler and trainer agree
 
 

@@ -1,6 +1,8 @@
-"""A script of the Tinker SDK: a few supervised steps on boxed answers, any number each, and the path of the state."""
+"""A script of the Tinker SDK: a few supervised steps on boxed answers, any number of the question each, and the path of
+the state."""
 
 import random
+import re
 import sys
 
 import datasets
@@ -17,7 +19,8 @@ def main(model: str, steps: int) -> None:
     rng, rows = random.Random(0), datasets.load_dataset("openai/gsm8k", "main")["train"]
     data = []
     for row in rows:
-        said = [("user", row["question"] + SUFFIX), ("assistant", f"\\boxed{{{rng.randint(2, 9)}}}")]
+        number = rng.choice(re.findall("[0-9]", row["question"]))
+        said = [("user", row["question"] + SUFFIX), ("assistant", f"\\boxed{{{number}}}")]
         talk = [{"role": role, "content": content} for role, content in said]
         data.append(conversation_to_datum(talk, renderer, 512, renderers.TrainOnWhat.LAST_ASSISTANT_MESSAGE))
     client = tinker.ServiceClient()

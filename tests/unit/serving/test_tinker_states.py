@@ -1,4 +1,4 @@
-"""Saved states of the Tinker service on disk, and that a sampler never has weights of another one."""
+"""Saved states of the Tinker service on disk, weights and most probable tokens of samplers, padding of targets."""
 
 from __future__ import annotations
 
