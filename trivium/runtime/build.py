@@ -100,7 +100,7 @@ def build_synchronizer(
     """Builds the Synchronizer of one role. `settings` are digests of the sections that separate commands must agree on.
 
     `apart`: roles may be processes without a handle, so that heartbeats detect their death; None: if the board is
-    shared. On Ray, where every board is shared and actor handles detect it, the caller says so.
+    shared. On Ray, where every board is shared and actor handles detect it, the caller decides.
     """
     apart = not isinstance(board, MemoryBoard) if apart is None else apart
     return Synchronizer(
