@@ -111,7 +111,7 @@ def test_rl_loop_resumes_and_learns(cookbook: Cookbook, warm: str) -> None:
         "save_every": 0,
     }
     rewards = [row["reward/total"] for row in cookbook.run("rl_loop", max_steps=8, **settings)]
-    assert mean(rewards[-3:]) > max(0.75, mean(rewards[:3]) + 0.1)
+    assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.1
 
 
 def test_rl_basic_in_the_math_environment(cookbook: Cookbook, warm: str) -> None:
@@ -126,7 +126,7 @@ def test_rl_basic_in_the_math_environment(cookbook: Cookbook, warm: str) -> None
     more = {"max_tokens": 10, "max_steps": 8, "lora_rank": 8, "learning_rate": 1e-3, "load_checkpoint_path": warm}
     rows = [row for row in cookbook.run("rl_basic", **data, **more) if "env/all/correct" in row]
     correct = [row["env/all/correct"] for row in rows]
-    assert mean(correct[-3:]) > max(0.75, mean(correct[:3]) + 0.1)
+    assert mean(correct[-3:]) > mean(correct[:3]) + 0.1
     assert all(abs(row["optim/kl_sample_train_v1"]) < 1e-4 for row in rows)  # sampler and trainer agree
 
 
