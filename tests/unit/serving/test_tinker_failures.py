@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -238,6 +240,10 @@ async def test_the_time_of_a_link_is_signed(
         assert (await client.http.get(past)).status_code == 403
         later = past.copy_set_param("expires", str(int(time.time()) + 1000))
         assert (await client.http.get(later)).status_code == 403
+        # Without a key of the service, no client knows what signs a link.
+        key = hmac.new(b"None", f"{past.path} soon".encode(), hashlib.sha256).hexdigest()
+        forged = past.copy_merge_params({"expires": "soon", "key": key})
+        assert (await client.http.get(forged)).status_code == 403
 
 
 # --------------------------------------------------------------------------- the log of steps

@@ -15,7 +15,7 @@ from trivium.foundation.errors import DataError, RolloutError, TriviumError, tex
 from trivium.serving.bodies import RequestError, bad_request
 
 _log = logging.getLogger("trivium")
-_POLL_S = 25.0
+POLL_S = 25.0
 """Longest time that a poll waits for a result; the SDK waits 45 s."""
 _GAP_S = 60.0
 """Longest wait for a request whose number comes before that of one that has arrived."""
@@ -159,7 +159,7 @@ class Futures:
             found = "the service was started again since, its session is finished, or it was fetched long ago"
             do = "send the request again; after a restart, create the model from its last saved state"
             raise RequestError(410, f"the result of request {id[:64]}", found, do, code="unknown_request")
-        await asyncio.wait({future.outcome}, timeout=_POLL_S)
+        await asyncio.wait({future.outcome}, timeout=POLL_S)
         if not future.outcome.done():
             raise RequestError(408, "the result", "the request is still pending", "ask again")
         return future

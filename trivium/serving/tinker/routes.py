@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from trivium.models.weights.section import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trivium.serving.bodies import BodyLimits, RequestError, bad_request, read_body
 from trivium.serving.endpoints import Endpoint, guarded
 from trivium.serving.tinker import verbs
-from trivium.serving.tinker.futures import PendingResult
+from trivium.serving.tinker.futures import POLL_S, PendingResult
 from trivium.serving.tinker.lora_models import adapter_in
 from trivium.serving.tinker.saved_states import SavedState
 from trivium.serving.tinker.service import TinkerService
@@ -25,7 +26,6 @@ from trivium.serving.tinker.verbs import read_form
 
 _RUN, _STATE = "training_runs/{model_id}/checkpoints", "training_runs/{model_id}/checkpoints/{kind}/{name}"
 _FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-_POLL_S = 25.0
 _LINK_S = 86400
 """How long the link to a file is valid."""
 _REPEATED = (408, 429, 503)
@@ -46,7 +46,9 @@ class TinkerServer:
     """The routes of a service, in the ASGI application `app`."""
 
     def __init__(self, service: TinkerService, api_key: str | None, max_body_bytes: int) -> None:
-        self.service, self._key = service, api_key
+        self.service = service
+        # Without a key, links are signed by a secret that no client can know, so they end with the service.
+        self._secret = (api_key or secrets.token_hex()).encode()
         self.app = FastAPI(title="Trivium", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
         config = {**CLIENT_CONFIG, "fwdbwd_max_chunk_bytes_count": max_body_bytes * 3 // 4}
@@ -122,7 +124,7 @@ class TinkerServer:
 
     async def _results(self, form: verbs.ResultsForm) -> Answer:
         sampler = self.service.sampling_session(form.target.sampling_session_id)
-        waits = _POLL_S if form.timeout is None else min(form.timeout, _POLL_S)
+        waits = POLL_S if form.timeout is None else min(form.timeout, POLL_S)
         return await sampler.completions(form.target.cloned_sampler_id, form.prev_cursor, waits)
 
     def _cancel(self, form: verbs.ResultOf) -> Answer:
@@ -251,4 +253,4 @@ class TinkerServer:
         return FileResponse(adapter_in(self._state(request).directory) / file)
 
     def _signed(self, path: str, expires: str) -> str:
-        return hmac.new(f"{self._key}".encode(), f"{path} {expires}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, f"{path} {expires}".encode(), hashlib.sha256).hexdigest()
