@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -346,7 +346,7 @@ class Decoder:
     def _replace(self, specs: Sequence[TensorSpec], weights: Iterable[tuple[str, Tensor]]) -> None:
         state = self.model.state_dict(keep_vars=True)
         _check_fit(specs, state, type(self.model).__name__)
-        missing, written = {spec.name for spec in specs}, dict[int, list[tuple[int, int, str]]]()
+        missing, written = {spec.name for spec in specs}, dict[int, list[_Region]]()
         for name, value in weights:
             if name not in missing or value.shape != state[name].shape:
                 raise Unread(f"{name} {tuple(value.shape)}, which the description of the version does not list")
@@ -365,7 +365,9 @@ class Decoder:
     def weights(self) -> list[tuple[str, Tensor]]:
         """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
         with torch.inference_mode(False):  # the caller may change the copies, which torch refuses for inference tensors
-            return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
+            held = self.model.state_dict().items()
+            ordered = torch.contiguous_format  # `layers` store weights in another order
+            return [(name, tensor.detach().to("cpu", copy=True, memory_format=ordered)) for name, tensor in held]
 
     def _forward(self, inputs: Mapping[str, Any], mask: Tensor | None, cache: PromptCache | StepRows) -> Tensor:
         if self.layers is not None:
@@ -435,18 +437,39 @@ def _check_fit(specs: Sequence[TensorSpec], state: Mapping[str, Tensor], model: 
         )
 
 
-def _overwritten(name: str, tensor: Tensor, written: dict[int, list[tuple[int, int, str]]]) -> str:
-    """The name of an earlier tensor that shares memory with this one; empty if there is none.
-    `written`: (first byte, end, name) of each, by storage."""
-    storage = written.setdefault(tensor.untyped_storage().data_ptr(), [])
-    first = tensor.data_ptr()
-    end = first + (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * (
-        tensor.itemsize
-    )
+class _Region(NamedTuple):
+    """The bytes of a tensor in its storage: `width` from `first` on, once in each `pitch` up to `end`."""
+
+    first: int
+    end: int
+    pitch: int
+    width: int
+    name: str
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> _Region:
+        dims = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
+        spans = [(n - 1) * step * tensor.itemsize for step, n in dims]
+        first, pitch = tensor.data_ptr(), dims[0][0] * tensor.itemsize if dims else tensor.itemsize
+        return cls(first, first + sum(spans) + tensor.itemsize, pitch, sum(spans[1:]) + tensor.itemsize, name)
+
+    def overlaps(self, other: _Region) -> bool:
+        if self.end <= other.first or other.end <= self.first:
+            return False
+        # The weights of a stack lie side by side in each row of memory (`layers._Linear.stacked`).
+        distance = (other.first - self.first) % max(1, self.pitch)
+        apart = self.width <= distance <= self.pitch - other.width
+        return not (self.pitch == other.pitch and apart)
+
+
+def _overwritten(name: str, tensor: Tensor, written: dict[int, list[_Region]]) -> str:
+    """The name of an earlier tensor that shares memory with this one; empty if there is none. `written`: the regions of
+    earlier ones, by storage."""
     if not tensor.numel():
         return ""
-    earlier = next((other for start, stop, other in storage if start < end and first < stop), "")
-    storage.append((first, end, name))
+    storage, region = written.setdefault(tensor.untyped_storage().data_ptr(), []), _Region.of(name, tensor)
+    earlier = next((other.name for other in storage if other.overlaps(region)), "")
+    storage.append(region)
     return earlier
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from trivium.models.cpu.linear import AutogradContext, is_only_its_weight, product
+from trivium.models.cpu.linear import AutogradContext, is_only_its_weight, product, weight_gradient
 from trivium.models.function_copies import calling, functions_called
 
 _ROTARY = "apply_rotary_pos_emb"
@@ -164,14 +164,14 @@ class _GatedMLP(torch.autograd.Function):
         wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
         grad = grad_outputs[0].reshape(rows.shape)
         activation, grad_inner = silu(gated), product(grad, down.T)
-        grad_down = grad.T @ (activation * upper) if wants_down else None
+        grad_down = weight_gradient(grad, activation * upper) if wants_down else None
         grad_upper = torch.mul(grad_inner, activation, out=activation)
         grad_gated = torch.ops.aten.silu_backward(grad_inner.mul_(upper), gated)
         grad_x = product(grad_upper, up.T, product(grad_gated, gate.T)) if wants_x else None
         return (
             None if grad_x is None else grad_x.view(grad_outputs[0].shape),
-            grad_gated.T @ rows if wants_gate else None,
-            grad_upper.T @ rows if wants_up else None,
+            weight_gradient(grad_gated, rows) if wants_gate else None,
+            weight_gradient(grad_upper, rows) if wants_up else None,
             grad_down,
         )
 

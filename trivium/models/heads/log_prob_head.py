@@ -1,6 +1,6 @@
 """Log-probabilities and entropy from hidden states in chunks of tokens. No `[tokens, vocabulary]` matrix is allocated.
 
-The forward pass saves two numbers for each token. The backward pass computes the logits of a chunk again and turns them
+The forward pass saves the entropy of each token. The backward pass computes the logits of a chunk again and turns them
 into their gradient, in place. The cost is one more matrix product with the output layer. It is saved where the output
 layer is frozen (an adapter is trained): the forward pass then computes the derivative of each log-probability by its
 hidden state, (N, H).
@@ -53,7 +53,7 @@ def sum_pi_squared(hidden: torch.Tensor, layer: OutputLayer, *, kept: KeptSets |
     hidden, part = hidden.to(layer.weight.dtype), layer.part
     squares = hidden.new_empty(len(hidden))
     for rows, logits, _ in _chunked_logits(hidden, layer, kept):
-        p = logits.sub_(part.log_norm(logits)[:, None]).exp_()
+        p = part.log_softmax(logits).exp_()
         squares[rows] = torch.linalg.vecdot(p, p)
     return part.sum(squares)
 
@@ -67,7 +67,7 @@ def mean_discriminant(hidden: torch.Tensor, layer: OutputLayer, *, kept: KeptSet
     hidden, part = hidden.to(layer.weight.dtype), layer.part
     squares, cubic, entropy = hidden.new_empty(3, len(hidden))
     for rows, logits, left_out in _chunked_logits(hidden, layer, kept):
-        log_p = logits.sub_(part.log_norm(logits)[:, None])
+        log_p = part.log_softmax(logits)
         p = log_p.exp()
         _zero(log_p, left_out)
         entropy[rows] = -torch.linalg.vecdot(p, log_p)
@@ -82,10 +82,11 @@ def top_k_log_probs(hidden: torch.Tensor, layer: OutputLayer, k: int) -> tuple[t
     ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
     for rows, logits, _ in _chunked_logits(hidden, layer, None):
         # A rank's part of the vocabulary may have fewer than k tokens.
-        local_top = logits.topk(min(k, logits.shape[1]), dim=1)
-        values, tokens = part.gather(local_top.values), part.gather(local_top.indices + part.first)
+        local_top = logits.topk(min(k, logits.shape[1]), dim=1).indices  # first: rounding makes equal what was not
+        values = part.gather(part.log_softmax(logits).gather(1, local_top))
+        tokens = part.gather(local_top + part.first)
         top = values.topk(k, dim=1)
-        ids[rows], log_prob[rows] = tokens.gather(1, top.indices), top.values - part.log_norm(logits)[:, None]
+        ids[rows], log_prob[rows] = tokens.gather(1, top.indices), top.values
     return ids, log_prob
 
 
@@ -146,8 +147,7 @@ class _Head(torch.autograd.Function):
         kept: KeptSets | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         temperature, precision, part = layer.temperature, layer.precision, layer.part
-        log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
-        log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
+        log_prob, entropy = hidden.new_empty(targets.shape), hidden.new_empty(len(hidden))
         places, inside = part.own(targets, len(weight))
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # One derivative for each token suffices for one target without the entropy. Ranks that split the vocabulary
@@ -158,20 +158,22 @@ class _Head(torch.autograd.Function):
         parts = parts_of(weight, precision)
         transposed = tuple(matrix.T for matrix in parts)
         for rows, logits, left_out in _chunked_logits(hidden, layer, kept, parts):
-            norm = part.log_norm(logits)
-            log_norm[rows] = norm
-            logits -= norm[:, None]
-            log_prob[rows] = logits.gather(1, places[rows])
-            p = logits.exp()
-            _zero(logits, left_out)
-            entropy[rows] = -torch.linalg.vecdot(p, logits)
+            its_log_prob, its_entropy, its_places = log_prob[rows], entropy[rows], places[rows]
+            for block in part.blocks(logits):
+                log_p = part.log_softmax(logits[block])
+                its_log_prob[block] = log_p.gather(1, its_places[block])
+                p = log_p.exp()
+                _zero(log_p, None if left_out is None else left_out[block])
+                its_entropy[block] = -torch.linalg.vecdot(p, log_p)
+                if slope is not None:
+                    torch.neg(p, out=logits[block])
             if slope is not None:  # d log_prob / d logit = [target] - p
-                grad = p.neg_().scatter_add_(1, places[rows], torch.ones_like(p[:, :1]))
+                grad = logits.scatter_add_(1, its_places, torch.ones_like(logits[:, :1]))
                 slope[rows] = product_of(parts_of(grad, precision), transposed, precision).div_(temperature)
         if inside is not None:  # the sum over the ranks adds what the rank with the target computes
             log_prob.masked_fill_(~inside, 0.0)
         log_prob, entropy = part.sum(log_prob), part.sum(entropy)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.kept = temperature, entropy_grad, kept
         ctx.precision, ctx.part, ctx.slope = precision, part, slope
         if not entropy_grad:
@@ -186,7 +188,7 @@ class _Head(torch.autograd.Function):
         grad_log_prob, grad_entropy = grad_outputs
         if ctx.slope is not None:
             return ctx.slope * grad_log_prob, *[None] * 6
-        hidden, weight, bias, targets, log_norm, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
@@ -195,16 +197,18 @@ class _Head(torch.autograd.Function):
         places, inside = ctx.part.own(targets, len(weight))
         transposed = tuple(part.T for part in parts)
         layer = OutputLayer(weight, bias, ctx.temperature, precision, ctx.part)
-        for rows, log_p, left_out in _chunked_logits(hidden, layer, ctx.kept, parts):
-            log_p.sub_(log_norm[rows, None])
-            g = grad_log_prob[rows]
-            total = g.sum(1, keepdim=True)
-            if ctx.entropy_grad:  # d entropy / d logit = -p (log p + entropy)
-                p = log_p.exp()
-                _zero(log_p, left_out)
-                grad = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(total).mul_(p)
-            else:  # d log_prob / d logit = [target] - p, summed over the targets
-                grad = log_p.exp_().mul_(-total)
+        for rows, logits, left_out in _chunked_logits(hidden, layer, ctx.kept, parts):
+            g, its_entropy, its_grad_entropy = grad_log_prob[rows], entropy[rows, None], grad_entropy[rows, None]
+            total, grad = g.sum(1, keepdim=True), logits
+            for block in ctx.part.blocks(logits):
+                log_p = ctx.part.log_softmax(logits[block])
+                if ctx.entropy_grad:  # d entropy / d logit = -p (log p + entropy)
+                    p = log_p.exp()
+                    _zero(log_p, None if left_out is None else left_out[block])
+                    log_p.add_(its_entropy[block]).mul_(-its_grad_entropy[block]).sub_(total[block])
+                    torch.mul(log_p, p, out=grad[block])
+                else:  # d log_prob / d logit = [target] - p, summed over the targets
+                    torch.mul(log_p.exp_(), -total[block], out=grad[block])
             # Targets may repeat: their gradients add up, where a plain scatter would keep one of them.
             grad.scatter_add_(1, places[rows], g if inside is None else g * inside[rows])
             if ctx.temperature != 1.0:
