@@ -99,7 +99,8 @@ def test_choices_that_a_stage_does_not_make_are_not_printed() -> None:
     config = load_config(Path(__file__).parents[2] / "recipes/arithmetic.yaml", [])
     made = [yaml.safe_load(plan_run(config, 2, Machine(), ranks).choices())["choices"][0] for ranks in (1, 2)]
     assert [each["micro-batches"][:8] for each in made] == ["2 at onc", "one at a"]
-    scripted = choices(config.stage_configs()[0], 1000, 2, None, ("cpu", "float32"), parallel=True, max_tokens=None)
+    stage = config.stage_configs()[0]
+    scripted = choices(stage, 1000, 2, None, ("cpu", "float32"), trained=1000, parallel=True, max_tokens=None)
     assert not {"engine weights", "decode steps"} & scripted.keys()
 
 

@@ -203,7 +203,8 @@ def engine_memory(
     """
     width = BYTES[dtype]
     weights = shape.parameters * width
-    packed = weights if device == "cpu" and weights <= PACKED_BYTES else 0
+    again = weights if weights <= PACKED_BYTES else shape.embedding * width
+    packed = again if device == "cpu" and again <= PACKED_BYTES else 0
     items = {"engine": weights + packed, "engine cache": rows * tokens * shape.kv_per_token * width}
     if states := rows * shape.state_bytes(width):
         items["engine states"] = states

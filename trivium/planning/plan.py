@@ -132,6 +132,8 @@ class StagePlan:
         train, ranks = self.config.train, self.batch.ranks
         if self.shape is None or not hasattr(train, "device"):
             return None
+        lora = getattr(train, "lora", None)
+        trained = None if lora is None else self.shape.adapter(lora.rank, lora.adapted(self.shape.layers))
         own_process = self.config.cluster.kind == "local" and ranks == 1 and getattr(train, "own_process", False)
         by_name = choices(
             self.config,
@@ -139,6 +141,7 @@ class StagePlan:
             threads_of(self.config, cores, ranks, own_process=own_process),
             self.engine if getattr(self.config.engine, "kind", None) == "torch" else None,
             self.trainer,
+            trained=self.shape.parameters if trained is None else trained,
             parallel=ranks == 1 and self.shape.vision is None,
             max_tokens=self.batch.tokens_per_micro_batch,
         )

@@ -17,7 +17,7 @@ from trivium.models.backbone.packed import pack
 from trivium.models.backbone.prefixes import Tree
 from trivium.models.backbone.routing import check_routed
 from trivium.models.backbone.sight import Sight
-from trivium.models.cpu.worker_threads import WorkerThreads, size_of
+from trivium.models.cpu.worker_threads import WorkerThreads
 from trivium.models.heads.trained_models import ActorCritic, LanguageModel, ValueModel
 from trivium.models.vision.encoder import pixel_reader, refuse_images
 from trivium.planning.choices import UPDATE_TOKENS, updating_threads
@@ -92,7 +92,8 @@ class Passes:
         alone = self._ranks.size == 1 and self._model.device.type == "cpu" and batching.max_sequences is None
         if not (alone and backbone.packs and backbone.vision is None):
             return 1
-        return updating_threads(size_of(self._model), batching.threads, batching.max_tokens)
+        trained = sum(weight.nbytes for weight in self._model.parameters() if weight.requires_grad)
+        return updating_threads(trained, batching.threads, batching.max_tokens)
 
     @property
     def share_prefixes(self) -> bool:
