@@ -142,6 +142,27 @@ def test_adapters_have_the_values_and_gradients_of_peft(name: str, fused_layers:
         assert torch.equal(made(input_ids=tokens, use_cache=False).logits, base(input_ids=tokens).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_adapted_mlp_keeps_its_inner_product_in_no_pass(dtype: torch.dtype) -> None:
+    """The adapter of the last projection computes silu(gate) * up itself, with and without hooks on the projection."""
+    made = attach(model(CONFIGS["qwen3"][0], dtype), LoraConfig(rank=3, alpha=5), seed=0)
+    with torch.no_grad():
+        for number, tensor in enumerate(dict(adapter_state(made)).values()):
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
+    expected = results(made)
+    use_onednn(made, CPU)
+    fuse_adapters(made, CPU)
+    fuse(made, CPU)
+    logits = made(input_ids=torch.arange(3, 14)[None], use_cache=False).logits
+    assert "_SiluProductBackward" not in operations(logits)
+    assert worst(results(made), expected) < (1e-12 if dtype == torch.float64 else 1e-4)
+    seen: list[nn.Module] = []
+    for layer in (layers := [m for name, m in made.named_modules() if name.endswith("down_proj")]):
+        layer.register_forward_hook(lambda layer, *_: seen.append(layer))
+    assert worst(results(made), expected) < (1e-12 if dtype == torch.float64 else 1e-4)
+    assert set(seen) == set(layers)
+
+
 def operations(output: torch.Tensor) -> list[str]:
     """The names of the operations that gradients of this tensor pass through."""
     waiting, seen = [output.grad_fn], {}

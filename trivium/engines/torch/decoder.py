@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.engines.torch.attention import registered
+from trivium.engines.torch.base_weights import BaseWeights
 from trivium.engines.torch.image_prompts import PromptImages, SeenPrompts, look
 from trivium.engines.torch.kv_cache import PromptCache, RowCache, StepRows, pages
 from trivium.engines.torch.layers import Layers, changing_rotation, supports
@@ -37,7 +38,7 @@ from trivium.models.heads.vocabulary_part import OutputLayer
 from trivium.models.placement import sent
 from trivium.models.precision import use_in
 from trivium.models.vision.encoder import pixel_reader, refuse_images, vision_of
-from trivium.models.weights.lora import LowRank, check_base, fingerprint, is_adapter, merged, received_adapter
+from trivium.models.weights.lora import LowRank, check_base, is_adapter, merged, received_adapter
 from trivium.models.weights.stream import described
 from trivium.planning.choices import DECODE_ROWS, PROMPT_CHUNK, decoding_threads
 from trivium.protocols import DescribedWeights, TensorSpec
@@ -111,8 +112,8 @@ class Decoder:
         """Whether all weights are of one version. A partly failed load leaves weights of two versions."""
         self._is_base = True
         """Whether the weights without an adapter are those in `model_dir`."""
-        self._base: dict[str, Tensor] = {}
-        """Base values of the weights changed by an adapter, by name, on the CPU."""
+        self._base, self._adapted = BaseWeights(model_dir), set[str]()
+        """The weights in `model_dir`, and the names of those that an adapter may have changed since."""
         self.rows = StatefulRowCache() if self.recurrent else RowCache()
         self._last: Tensor | None = None
         self._hidden: list[Tensor] | None = None
@@ -305,6 +306,12 @@ class Decoder:
         mask = self._mask(rows.positions[:, None], width)[:, None, None]
         return self._forward({"input_ids": ids[:, None], "position_ids": positions[:, None]}, mask, rows)
 
+    def rest(self) -> None:
+        """Frees the keys and values of the rows, none of which is in use, on a CPU: what computes meanwhile, such as an
+        update in the same process, uses this memory."""
+        if self.device.type == "cpu":
+            self.rows = type(self.rows)()
+
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits.
 
@@ -328,20 +335,22 @@ class Decoder:
     def _add(self, adapter: Mapping[str, LowRank]) -> None:
         """Sets the weights to the base model plus this adapter, independent of earlier loads."""
         state = self.model.state_dict(keep_vars=True)
-        if not (self._is_base and adapter.keys() <= self._base.keys()):
-            # From disk: its dtype may be more precise than the engine's.
-            base = load_lm(self._model_dir, dtype="auto", attention=None).state_dict()
-            check_base(adapter, lambda name: fingerprint(base[name]))
-            if not self._is_base:
-                self._replace(described(base.items()).tensors, base.items())
-                self._is_base = True
-            self._base |= {name: base[name] for name in adapter}
-        check_base(adapter, lambda name: fingerprint(self._base[name]))
+        base = state if self._is_base else self._base.load()
+        self._base.add({name: base[name].detach() for name in adapter.keys() - self._adapted})
+        check_base(adapter, self._base.fingerprint)
+        if not self._is_base:
+            self._replace(described(base.items()).tensors, base.items())
+            self._is_base, self._adapted = True, set()
         self.is_whole = False
-        for name, weight in self._base.items():  # one at a time, so that only one merged layer is in memory
-            value = merged(weight.to(self.device), adapter[name]) if name in adapter else weight
+        for name in sorted(self._adapted | adapter.keys()):
+            added = adapter.get(name)
+            if name not in self._adapted and added is not None and not added.up.any():
+                continue  # a new adapter changes nothing yet
+            weight = self._base.read(name)  # one at a time, so that only one merged layer is in memory
+            value = weight if added is None else merged(weight.to(self.device), added)
             state[name].data.copy_(value)
             _compare(name, value, state[name].data, name)
+        self._adapted |= adapter.keys()
 
     def _replace(self, specs: Sequence[TensorSpec], weights: Iterable[tuple[str, Tensor]]) -> None:
         state = self.model.state_dict(keep_vars=True)

@@ -324,6 +324,7 @@ class TorchEngine(DescribedTorchEngine):
             idle = not (self._batch.live or self._waiting or self._backlog)
             if idle and not self._inbox:
                 release_team()
+                self._decoder.rest()
             while idle and not self._inbox and not self._closing:
                 self._awake.wait()
             self._backlog += self._inbox

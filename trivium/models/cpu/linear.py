@@ -119,10 +119,14 @@ def _outruns_mkl() -> bool:
 def is_only_its_weight(layer: nn.Module) -> bool:
     """Whether calling the layer only multiplies by its weight: it has no bias and no hooks, ranks do not split it, and
     autocast is off."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     weight = cast(torch.Tensor, layer.weight)
-    plain = type(layer) is nn.Linear and layer.bias is None and not any(hooks)
+    plain = type(layer) is nn.Linear and layer.bias is None and not has_hooks(layer)
     return plain and not is_sharded(weight) and not _autocasts(weight)
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether something is called when the layer is, besides its `forward`."""
+    return any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
 
 
 def _autocasts(weight: torch.Tensor) -> bool:

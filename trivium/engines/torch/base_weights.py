@@ -1,0 +1,57 @@
+"""The weights that an engine's model was loaded with. Adapters are added to them, each to the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trivium.models.backbone.load import load_lm
+from trivium.models.weights.lora import fingerprint
+from trivium.models.weights.saved_tensors import SafetensorsFiles, weight_files
+
+
+class BaseWeights:
+    """Reads a weight from the model's files whenever an adapter changes it: a copy of all layers would take the memory
+    of a second model. Weights that safetensors files do not hold in the form of the model are kept."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir, paths = model_dir, weight_files(model_dir)
+        self._files = SafetensorsFiles([path for path in paths if path.suffix == ".safetensors"])
+        self._kept: dict[str, Tensor] = {}
+        self._fingerprints: dict[str, int] = {}
+
+    def add(self, held: Mapping[str, Tensor]) -> None:
+        """Makes weights available. `held`: their values in the model, which are those that it was loaded with."""
+        missing = {name: weight for name, weight in held.items() if name not in self._fingerprints}
+        if kept := [name for name, weight in missing.items() if not self._is_in_files(name, weight)]:
+            loaded = self.load()
+            self._kept |= {name: loaded[name] for name in kept}
+        self._fingerprints |= {name: fingerprint(self.read(name)) for name in missing}
+
+    def fingerprint(self, name: str) -> int:
+        """That of a weight that was added."""
+        return self._fingerprints[name]
+
+    def read(self, name: str) -> Tensor:
+        """A weight that was added, in the type of its file, which may be more precise than the engine's."""
+        return self._kept[name] if name in self._kept else self._from_files(name)
+
+    def load(self) -> dict[str, Tensor]:
+        """All weights and buffers of the model."""
+        return load_lm(self._model_dir, dtype="auto", attention=None).state_dict()
+
+    def _from_files(self, name: str) -> Tensor:
+        entry = self._files.entries[name]
+        weight = torch.empty(entry.shape, dtype=entry.dtype)  # pyright: ignore[reportArgumentType]  (`_is_in_files`)
+        self._files.copy_rows(name, 0, weight)
+        return weight
+
+    def _is_in_files(self, name: str, held: Tensor) -> bool:
+        """Whether the files hold this weight under its name in the model, as it was loaded."""
+        entry = self._files.entries.get(name)
+        if entry is None or entry.shape != tuple(held.shape) or not isinstance(entry.dtype, torch.dtype):
+            return False
+        return torch.equal(self._from_files(name).to(held.dtype), held.cpu())
