@@ -58,6 +58,10 @@ class Journal:
         if self._path(step).is_file():
             yield from self._read_file(self._path(step))
 
+    def drop(self, step: int) -> None:
+        """Removes the groups of one step."""
+        self._path(step).unlink(missing_ok=True)
+
     def strike(self, after_step: int, lost: Callable[[Group], bool]) -> None:
         """Removes the groups of later steps for which `lost` returns True."""
         for path in self._paths(after_step):

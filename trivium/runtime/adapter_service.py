@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trivium.buffers.journal import Journal
 from trivium.config import RunConfig, build
 from trivium.foundation.atomic import atomic_write
-from trivium.foundation.errors import ConfigError
+from trivium.foundation.errors import ConfigError, TriviumError
 from trivium.foundation.phases import announce
 from trivium.models.weights.section import LoraConfig
 from trivium.monitors.fanout import FanOut
@@ -22,35 +27,45 @@ from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import build_rank_engine
 from trivium.serving.serve import read_key
-from trivium.types import Metrics
+from trivium.types import Completion, Group, IntArray, Message, Metrics, Task, Trajectory, Turn
 
 if TYPE_CHECKING:
     from trivium.serving.tinker.lora_models import Adapters
     from trivium.serving.tinker.service import TinkerService
+
+_log = logging.getLogger("trivium")
+_SAMPLES, _TOKENS, _STEPS = 32, 2**13, 200
+"""What is kept of samples: requests before each step, tokens of a request beyond its first completion, steps."""
 
 
 def serve_tinker(config: RunConfig, run_dir: Path) -> None:
     """Serves until the process is ended."""
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     stage = Stage(_at_temperature(config, 1.0), 0, 0, True, run_dir, model_dir)
-    log = StepLog(config, run_dir)
+    log = ServiceLog(stage)
     try:
         run_in_loop(_serve(stage, log), config.sync.deadline_s)
     finally:
         log.monitor.close()
 
 
-class StepLog:
-    """Logs the optimizer steps of all models as the steps of one run. A service that is started again continues it."""
+class ServiceLog:
+    """Logs the optimizer steps of all models as the steps of one run, each under the name of its model, and keeps the
+    samples before each step as its rollouts. A service that is started again continues it."""
 
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
-        file = run_dir / "metrics.jsonl"
+    def __init__(self, stage: Stage) -> None:
+        file = stage.run_dir / "metrics.jsonl"
         rows = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         self._step, self._losses = len(rows), dict[str, float]()
-        options = {"run_dir": run_dir, "resume_step": self._step}
-        self.monitor = FanOut([build("monitors", section, **options) for section in config.monitors])
+        options = {"run_dir": stage.run_dir, "resume_step": self._step}
+        self.monitor = FanOut([build("monitors", section, **options) for section in stage.config.monitors])
+        self._decode = stage.renderer.decode
+        self._journal = Journal(stage.run_dir / "rollouts" / f"stage-{stage.number}")
+        self._num_samples = sum(1 for _ in self._journal.read_step(self._step + 1))
+        """Kept since the last step."""
+        self._lock = threading.Lock()
 
-    def __call__(self, model_id: str, metrics: Metrics) -> None:
+    def metrics(self, model_id: str, metrics: Metrics) -> None:
         """Takes the loss of data, or the metrics of the step on the data since the last one; none: there is no step on
         these data."""
         if not metrics:
@@ -59,8 +74,40 @@ class StepLog:
         if "loss" in metrics:
             self._losses[model_id] = self._losses.get(model_id, 0.0) + metrics["loss"]
             return
-        self._step += 1
-        self.monitor.log(self._step, {"train/loss/policy": self._losses.pop(model_id, 0.0), **metrics})
+        with self._lock:
+            self._step, self._num_samples = self._step + 1, 0
+        row = {"train/loss/policy": self._losses.pop(model_id, 0.0), **metrics}
+        self.monitor.log(self._step, {key.replace("policy", model_name(model_id)): row[key] for key in row})
+        self._journal.drop(self._step - _STEPS)
+
+    def sample(self, model_id: str | None, prompt: IntArray, completions: Sequence[Completion]) -> None:
+        """Takes the completions of a prompt by a model; None: the base model."""
+        sizes = accumulate(len(prompt) + len(each.tokens) for each in completions)
+        kept = [each for each, size in zip(completions, sizes, strict=True) if size <= _TOKENS] or completions[:1]
+        with self._lock:
+            if self._num_samples == _SAMPLES:
+                return
+            turns = (
+                Turn(
+                    prompt, each.tokens, each.log_prob, each.policy_version, each.stop_reason, self._decode(each.tokens)
+                )
+                for each in kept
+            )
+            id, message = blake2b(prompt.tobytes(), digest_size=6).hexdigest(), Message("user", self._decode(prompt))
+            task = Task(id, (message,), taskset="base" if model_id is None else model_name(model_id))
+            slot = self._step * _SAMPLES + self._num_samples
+            trajectories = tuple(Trajectory(number, (turn,)) for number, turn in enumerate(turns))
+            group = Group(slot, task, trajectories, version=int(kept[0].policy_version.max(initial=0)))
+            self._num_samples += 1
+            try:
+                self._journal.append(self._step + 1, group)
+            except TriviumError as error:  # the client has its samples
+                _log.error("a sample is missing in the rollouts", exc_info=error)
+
+
+def model_name(model_id: str) -> str:
+    """The name of a model in metrics: the first letters of its session, and its number there."""
+    return f"{model_id[:8]}-{model_id.rpartition(':')[2]}"
 
 
 def _at_temperature(config: RunConfig, temperature: float) -> RunConfig:
@@ -69,7 +116,7 @@ def _at_temperature(config: RunConfig, temperature: float) -> RunConfig:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"sampling": sampling})})
 
 
-async def _serve(stage: Stage, log: StepLog) -> None:
+async def _serve(stage: Stage, log: ServiceLog) -> None:
     from trivium.serving.connections import serve_app
     from trivium.serving.tinker.routes import TinkerServer
 
@@ -86,8 +133,8 @@ async def _serve(stage: Stage, log: StepLog) -> None:
         await service.close()
 
 
-def open_service(stage: Stage, record: Callable[[str, Metrics], object] = lambda *_: None) -> TinkerService:
-    """Loads the models and opens the saved states of a stage. `record` as in `TinkerService`."""
+def open_service(stage: Stage, log: ServiceLog) -> TinkerService:
+    """Loads the models and opens the saved states of a stage."""
     from trivium.serving.tinker.sampler import Sampler
     from trivium.serving.tinker.saved_states import SavedStates
     from trivium.serving.tinker.service import TinkerOptions, TinkerService
@@ -98,7 +145,7 @@ def open_service(stage: Stage, record: Callable[[str, Metrics], object] = lambda
     names = tuple(dict.fromkeys((section.model, *section.names, path, str(model_dir))))
     options = TinkerOptions(names, model_dir, engine.max_context, section.max_models, idle_s=section.idle_s)
     states = SavedStates(stage.run_dir / "tinker")
-    return TinkerService(options, adapters, Sampler(engine, adapters, seed), states, record)
+    return TinkerService(options, adapters, Sampler(engine, adapters, seed, log.sample), states, log.metrics)
 
 
 def adapters_of(stage: Stage) -> Adapters:

@@ -15,7 +15,7 @@ import numpy as np
 from configs import tiny_model
 
 from trivium.config import build, config_from_mapping
-from trivium.runtime.adapter_service import open_service
+from trivium.runtime.adapter_service import ServiceLog, open_service
 from trivium.runtime.stage import Stage
 from trivium.serving.tinker.routes import TinkerServer
 from trivium.serving.tinker.saved_states import SavedStates
@@ -136,7 +136,8 @@ async def served(service: TinkerService, key: str | None = None) -> AsyncGenerat
 
 
 def opened(directory: Path) -> TinkerService:
-    return open_service(stage_in(directory))
+    stage = stage_in(directory)
+    return open_service(stage, ServiceLog(stage))
 
 
 async def gathered(*awaitables: Any) -> list[Any]:

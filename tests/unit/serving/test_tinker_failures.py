@@ -22,7 +22,7 @@ import trivium.serving.tinker.futures as futures_module
 import trivium.serving.tinker.routes as routes_module
 import trivium.serving.tinker.service as service_module
 from trivium.foundation.errors import DataError
-from trivium.runtime.adapter_service import StepLog
+from trivium.runtime.adapter_service import ServiceLog
 from trivium.serving.tinker.service import TinkerService
 
 TOKENS = [1, 2, 10, 3, 4, 11, 4, 6]
@@ -250,14 +250,14 @@ async def test_the_time_of_a_link_is_signed(
 
 
 def test_losses_without_a_step_are_in_no_row(tmp_path: Path) -> None:
-    log = StepLog(stage_in(tmp_path).config, tmp_path)
-    log("a", {"loss": 1.0})
-    log("a", {})
-    log("a", {"loss": 2.0})
-    log("a", {"train/grad_norm/policy": 3.0})
+    log = ServiceLog(stage_in(tmp_path))
+    log.metrics(f"{0:032}:train:0", {"loss": 1.0})
+    log.metrics(f"{0:032}:train:0", {})
+    log.metrics(f"{0:032}:train:0", {"loss": 2.0})
+    log.metrics(f"{0:032}:train:0", {"train/grad_norm/policy": 3.0})
     log.monitor.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["train/loss/policy"] for row in rows] == [2.0]
+    assert [row["train/loss/00000000-0"] for row in rows] == [2.0]
 
 
 async def test_a_failed_step_and_a_load_drop_the_logged_losses_and_a_broken_log_is_no_error(

@@ -12,11 +12,16 @@ import pytest
 from configs import configured, problems_of
 from tinker_client import Client, again, datum, gathered, loss_message, opened, served, stage_in, supervised, tensor
 
+import trivium.runtime.adapter_service as adapter_service_module
 import trivium.serving.tinker.futures as futures_module
-from trivium.runtime.adapter_service import StepLog
+from trivium.config.saved import as_yaml
+from trivium.inspection.viewer.group_list import Query
+from trivium.inspection.viewer.watched_run import WatchedRun
+from trivium.runtime.adapter_service import ServiceLog
 from trivium.serving.tinker.saved_states import SavedStates
 from trivium.serving.tinker.service import TinkerService
 from trivium.serving.tinker.wire import read_message, write_message
+from trivium.types import Completion, StopReason
 
 TOKENS = [1, 2, 10, 3, 4, 11, 4, 6]
 SAMPLE = {
@@ -133,18 +138,48 @@ async def test_saved_states_outlive_the_service_and_promises_do_not(models: Tink
         assert (await client.post("weights_info", {"tinker_path": path})).status_code == 404
 
 
-def test_the_steps_of_all_models_are_a_run(tmp_path: Path) -> None:
-    stage = stage_in(tmp_path)
+def test_steps_and_samples_are_a_run_with_a_curve_for_each_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, prompt = stage_in(tmp_path), np.array(TOKENS, np.int32)
+    completion = Completion(prompt[:3], np.zeros(3, np.float32), np.zeros(3, np.int32), StopReason.EOS)
+    long = Completion(*(np.ones(1000, dtype) for dtype in (np.int32, np.float32, np.int32)), StopReason.EOS)
+    first, second = (f"{letter * 32}:train:{number}" for number, letter in enumerate("ab"))
     for losses in ([1.0, 2.0], [4.0]):  # a service, and the next one in the same directory
-        log = StepLog(stage.config, tmp_path)
+        log = ServiceLog(stage)
         for loss in losses:
-            log("a", {"loss": loss})
-        log("b", {"train/grad_norm/policy": 3.0})
-        log("a", {"train/grad_norm/policy": 2.0})
+            log.metrics(first, {"loss": loss})
+        log.sample(first, prompt, [completion, completion])
+        log.metrics(second, {"train/grad_norm/policy": 3.0})
+        log.metrics(first, {"train/grad_norm/policy": 2.0})
+        for _ in range(40):
+            log.sample(None, prompt[1:], [long] * 20)
         log.monitor.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row["train/loss/policy"] for row in rows] == [0.0, 3.0, 0.0, 4.0]
+    assert [row.get("train/loss/aaaaaaaa-0") for row in rows] == [None, 3.0, None, 4.0]
+    assert [row.get("train/grad_norm/bbbbbbbb-1") for row in rows] == [3.0, None, 3.0, None]
+    (tmp_path / "config.yaml").write_text(as_yaml(stage.config.model_dump(mode="json")))
+    run = WatchedRun(tmp_path, "served")
+    assert run.run.groups.steps() == [1, 3, 5]
+    [row] = run.groups.page(1, Query())["rows"]
+    assert (row["taskset"], row["size"]) == ("aaaaaaaa-0", 2)
+    found = run.rollouts(1, {key: row[key] for key in ("stage", "slot", "attempt")}, 0, 2)
+    assert "".join(found[0]["sequences"][0]["text"]) == stage.renderer.decode([*TOKENS, *TOKENS[:3]])
+    # The samples after the second step of the first service: 32 requests of 8,192 tokens each.
+    rows = run.groups.page(3, Query())["rows"]
+    assert [row["taskset"] for row in rows] == ["base"] * 32
+    assert {row["size"] for row in rows} == {2**13 // (len(prompt) - 1 + 1000)}
+    about = run.about()
+    assert next(chart["keys"] for chart in about["charts"] if chart["title"] == "Loss") == [
+        "train/loss/aaaaaaaa-0",
+        "train/loss/bbbbbbbb-1",
+    ]
+    monkeypatch.setattr(adapter_service_module, "_STEPS", 4)  # of which samples are kept
+    log = ServiceLog(stage)
+    log.metrics(first, {"train/grad_norm/policy": 2.0})
+    log.monitor.close()
+    assert run.run.groups.steps() == [3, 5]
 
 
 def test_a_state_that_was_being_replaced_is_there_after_a_kill(tmp_path: Path) -> None:

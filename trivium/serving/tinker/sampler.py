@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -72,8 +72,15 @@ class SamplingSession:
 class Sampler:
     """The rollout engine of the service."""
 
-    def __init__(self, engine: RolloutEngine, adapters: Adapters, seed: int) -> None:
-        self.engine, self._adapters, self._seed = engine, adapters, seed
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        adapters: Adapters,
+        seed: int,
+        keep: Callable[[str | None, IntArray, Sequence[Completion]], object],
+    ) -> None:
+        """`keep` takes the id of a model (None: the base model), a prompt and its completions, in a thread."""
+        self.engine, self._adapters, self._seed, self._keep = engine, adapters, seed, keep
         self._held: Adopted = None
         self._version = self._running = 0
         self._waiting: dict[SavedState | None, list[asyncio.Future[None]]] = {}
@@ -96,6 +103,7 @@ class Sampler:
         async with self._holding(weights):
             requests = (Request(prompt, sampling, key) for key in keys)
             completions = await gather_or_cancel(self.engine.generate(request) for request in requests)
+        await asyncio.to_thread(self._keep, weights and weights.model_id, prompt, completions)
         tops: list[bytes | None] = [None] * (1 + len(completions))
         if form.topk_prompt_logprobs or form.topk_sample_logprobs:
             async with turns:
