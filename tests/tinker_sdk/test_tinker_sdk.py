@@ -141,6 +141,12 @@ def test_saved_states_continue_and_are_listed(service: Service) -> None:
     assert [(row.checkpoint_type, row.tinker_path) for row in rows] == [("training", path), ("sampler", sampler)]
     info = rest.get_weights_info_by_tinker_path(path).result()
     assert (info.lora_rank, info.train_attn, info.train_mlp, info.train_unembed) == (4, True, False, False)
+    listed = rest.get_training_run_by_tinker_path(path).result()
+    assert (listed.training_run_id, listed.lora_rank, listed.last_checkpoint.tinker_path) == (model.model_id, 4, path)
+    assert model.model_id in [run.training_run_id for run in rest.list_training_runs().result().training_runs]
+    assert {path, sampler} <= {row.tinker_path for row in rest.list_user_checkpoints().result().checkpoints}
+    with pytest.raises(tinker.NotFoundError, match="does not have it"):
+        rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert [row.tinker_path for row in rest.list_checkpoints(model.model_id).result().checkpoints] == [sampler]
     with pytest.raises(tinker.NotFoundError):

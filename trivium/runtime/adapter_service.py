@@ -137,15 +137,14 @@ def open_service(stage: Stage, log: ServiceLog) -> TinkerService:
     """Loads the models and opens the saved states of a stage."""
     from trivium.serving.tinker.sampler import Sampler
     from trivium.serving.tinker.saved_states import SavedStates
-    from trivium.serving.tinker.service import TinkerOptions, TinkerService
+    from trivium.serving.tinker.service import TinkerService
 
-    section, model_dir, seed = stage.config.serve, stage.model_dir, stage.config.run.seed
-    adapters, engine = adapters_of(stage), build_engine(stage)
-    path = str(getattr(stage.config.model, "path", model_dir))
-    names = tuple(dict.fromkeys((section.model, *section.names, path, str(model_dir))))
-    options = TinkerOptions(names, model_dir, engine.max_context, section.max_models, idle_s=section.idle_s)
+    section, adapters = stage.config.serve, adapters_of(stage)
+    sampler = Sampler(build_engine(stage), adapters, stage.config.run.seed, log.sample)
+    paths = (str(getattr(stage.config.model, "path", stage.model_dir)), str(stage.model_dir))
+    names = tuple(dict.fromkeys((section.model, *section.names, *paths)))
     states = SavedStates(stage.run_dir / "tinker")
-    return TinkerService(options, adapters, Sampler(engine, adapters, seed, log.sample), states, log.metrics)
+    return TinkerService(section, names, stage.model_dir, adapters, sampler, states, log.metrics)
 
 
 def adapters_of(stage: Stage) -> Adapters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,10 @@ def stage_in(directory: Path) -> Stage:
 
 def again(service: TinkerService, states: Path, **options: Any) -> TinkerService:
     """A service with nothing in memory, on the models of another one."""
-    changed = replace(service.options, **options)
-    return TinkerService(changed, service.adapters, service.sampler, SavedStates(states))
+    limits = service.limits.model_copy(update=options)
+    return TinkerService(
+        limits, service.names, service.model_dir, service.adapters, service.sampler, SavedStates(states)
+    )
 
 
 @asynccontextmanager

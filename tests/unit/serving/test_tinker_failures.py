@@ -53,8 +53,11 @@ def model_form(client: Client, number: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------- clients that leave
 
 
-async def test_results_that_one_client_does_not_fetch_hold_up_no_other(models: TinkerService, tmp_path: Path) -> None:
-    service = again(models, tmp_path, max_pending=4)
+async def test_results_that_one_client_does_not_fetch_hold_up_no_other(
+    models: TinkerService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures_module, "_MAX_PENDING", 4)
+    service = again(models, tmp_path)
     async with served(service) as client:
         await client.model()
         sampler = await client.sampler()
@@ -82,15 +85,44 @@ async def test_a_finished_session_ends_its_queued_work(models: TinkerService, tm
         await until(lambda: not service._tasks)  # nothing waits for request 1
 
 
-async def test_pending_requests_and_results_have_a_limit_in_bytes(models: TinkerService, tmp_path: Path) -> None:
-    async with served(again(models, tmp_path, max_pending_bytes=900)) as client:
+@pytest.mark.parametrize("limit", ["_MAX_BYTES", "_MAX_BYTES_OF_ALL"])
+async def test_pending_requests_and_results_have_a_limit_in_bytes(
+    models: TinkerService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Of a client, and of all clients together: then those that have left make room. Nothing is lost."""
+    monkeypatch.setattr(futures_module, limit, 600)
+    async with served(again(models, tmp_path)) as client:
         model = await client.model()
         data = [supervised(TOKENS)] * 3
         for number in (2, 3):  # they wait for the first one
             response = await client.post("forward_backward", loss_message(model, number, data))
         assert (response.status_code, response.json()["error"]["code"]) == (429, "too_many_requests")
-        assert "900 bytes" in response.json()["error"]["message"]
-        assert await (await another(client)).model()
+        assert "600 bytes" in response.json()["error"]["message"]
+        other = await another(client)
+        its = await other.model()
+        of_other = await other.post("forward_backward", loss_message(its, 1, data))
+        assert (of_other.status_code == 200) == (limit == "_MAX_BYTES")
+        first = await client.post("forward_backward", loss_message(model, 1, [supervised(TOKENS)]))
+        assert first.status_code == 200
+        assert isinstance(await client.result(first.json()["request_id"]), bytes)
+        await client.http.post(f"/api/v1/sessions/{client.session}/finish")
+        if limit == "_MAX_BYTES_OF_ALL":
+            assert isinstance(await other.ask("forward_backward", loss_message(its, 1, data)), bytes)
+
+
+async def test_clients_that_have_left_make_room_for_the_requests_of_others(
+    models: TinkerService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures_module, "_MAX_BYTES_OF_ALL", 600)
+    service = again(models, tmp_path)
+    async with served(service) as client:
+        model = await client.model()
+        await client.post("forward_backward", loss_message(model, 2, [supervised(TOKENS)] * 3))
+        other = await another(client)
+        message = loss_message(await other.model(), 1, [supervised(TOKENS)] * 3)
+        assert (await other.post("forward_backward", message)).status_code == 429
+        service._sessions[client.session].alive = -1e9  # without a heartbeat for long
+        assert isinstance(await other.ask("forward_backward", message), bytes)
 
 
 async def test_a_silent_client_gives_its_place_to_another_one(

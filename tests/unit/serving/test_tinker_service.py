@@ -269,8 +269,11 @@ async def test_two_clients_at_once_are_as_one_after_the_other(models: TinkerServ
     assert both == [alone, alone]
 
 
-async def test_limits_are_errors_that_lose_nothing(models: TinkerService, tmp_path: Path) -> None:
-    async with served(again(models, tmp_path, max_models=1, max_pending=4)) as client:
+async def test_limits_are_errors_that_lose_nothing(
+    models: TinkerService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures_module, "_MAX_PENDING", 4)
+    async with served(again(models, tmp_path, max_models=1)) as client:
         model = await client.model()
         response = await client.post(
             "create_model",
@@ -290,6 +293,28 @@ async def test_limits_are_errors_that_lose_nothing(models: TinkerService, tmp_pa
         assert (await client.ask("optim_step", {**step, "seq_id": 6}))["metrics"]["step:max"] == 5
         assert (await client.http.post(f"/api/v1/sessions/{client.session}/finish", json={})).status_code == 200
         assert (await client.post("session_heartbeat", {"session_id": client.session})).status_code == 410
+
+
+async def test_models_and_their_states_are_listed_newest_first(models: TinkerService, tmp_path: Path) -> None:
+    """With the names of the SDK. What it asks for and the service does not have is refused by a sentence."""
+    async with served(again(models, tmp_path)) as client:
+        first, second = await client.model(0), await client.model(1, rank=2)
+        path = (await client.save(first, "a"))["path"]
+        client.numbers = iter(range(1, 9))
+        sampler = (await client.save(second, "b", "save_weights_for_sampler"))["path"]
+        runs = (await client.http.get("/api/v1/training_runs?limit=10&offset=0")).json()
+        assert [run["training_run_id"] for run in runs["training_runs"]] == [second, first]
+        run = (await client.http.get(f"/api/v1/training_runs/{second}")).json()
+        assert run == runs["training_runs"][0]
+        assert (run["base_model"], run["is_lora"], run["lora_rank"], run["last_checkpoint"]) == ("tiny", True, 2, None)
+        assert run["last_sampler_checkpoint"]["tinker_path"] == sampler
+        page = (await client.http.get("/api/v1/checkpoints?limit=1&offset=1")).json()
+        assert [row["tinker_path"] for row in page["checkpoints"]] == [path]
+        assert page["cursor"] == {"limit": 1, "offset": 1, "total_count": 2}
+        for url in (f"training_runs/{'0' * 32}:train:0", f"training_runs/{first}/checkpoints/weights/a/publish"):
+            refused = await client.http.get(f"/api/v1/{url}")
+            assert (refused.status_code, "found: " in refused.json()["error"]["message"]) == (404, True)
+        assert (await client.http.get("/api/v1/checkpoints?limit=x")).status_code == 400
 
 
 async def test_samples_repeat_stop_and_can_be_cancelled(models: TinkerService, tmp_path: Path) -> None:

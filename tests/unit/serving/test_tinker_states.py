@@ -66,13 +66,19 @@ async def scored(client: Client, sampler: str) -> np.ndarray:
     return np.frombuffer(read_message(memoryview(raw), SAMPLE)["prompt"], "<f4")[1:]
 
 
-async def top_of(client: Client, sampler: str, **params: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each sampled token: its log-probability, and that in the table of all tokens. And the table, (N, K)."""
+async def top_of(client: Client, sampler: str, n: int = 1, **params: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each token of n samples: its log-probability, and that in the table of all tokens. And the table, (N, K)."""
     more = {"params": {"seed": 1, "stop": [], **params}, "topk_sample_logprobs": VOCABULARY}
-    found = read_message(memoryview(await client.sample(sampler, TOKENS, **more)), SAMPLE)["sequences"][0]
-    tokens, of_samples = np.frombuffer(found["tokens"], "<i4"), np.frombuffer(found["log_probs"], "<f4")
-    ids = np.frombuffer(found["top"]["ids"], "<i4").reshape(len(tokens), -1)
-    best = np.frombuffer(found["top"]["log_probs"], "<f4").reshape(ids.shape)
+    found = read_message(memoryview(await client.sample(sampler, TOKENS, n, **more)), SAMPLE)["sequences"]
+    tokens, of_samples = (
+        np.concatenate([np.frombuffer(each[name], dtype) for each in found])
+        for name, dtype in (("tokens", "<i4"), ("log_probs", "<f4"))
+    )
+    ids, best = (
+        np.concatenate([np.frombuffer(each["top"][name], dtype) for each in found]).reshape(len(tokens), -1)
+        for name, dtype in (("ids", "<i4"), ("log_probs", "<f4"))
+    )
+    assert (len(found), len(best)) == (n, len(of_samples))
     return of_samples, (best * (ids == tokens[:, None])).sum(1), best
 
 
@@ -233,7 +239,7 @@ async def test_the_most_probable_tokens_have_the_temperature_of_the_samples(
         model = await client.model()
         await after_steps(client, model)
         sampler = (await client.save(model, None, "save_weights_for_sampler"))["sampling_session_id"]
-        of_samples, same, best = await top_of(client, sampler, temperature=temperature)
+        of_samples, same, best = await top_of(client, sampler, 20, temperature=temperature)
         assert np.allclose(of_samples, same, atol=1e-5)
         assert np.allclose(np.exp(best).sum(1), 1, atol=1e-4)
         # Those of the prompt are the model's own.

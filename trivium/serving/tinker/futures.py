@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ POLL_S = 25.0
 """Longest time that a poll waits for a result; the SDK waits 45 s."""
 _GAP_S = 60.0
 """Longest wait for a request whose number comes before that of one that has arrived."""
+_MAX_PENDING, _MAX_BYTES, _MAX_BYTES_OF_ALL = 4096, 2**30, 2**32
+"""How many requests of a session may be pending, or have a result that it has not fetched; their bytes; those of all
+sessions."""
 _FETCHED = 64
 """How many results of a session stay after they were fetched: a response may be lost."""
 Work = Callable[[], Awaitable["Mapping[str, Any] | bytes"]]
@@ -90,12 +93,16 @@ class PendingResult:
         return json.dumps({"error": text, "category": "user" if of_user else "server"}).encode()
 
 
+def _held_bytes(futures: Iterable[PendingResult]) -> int:
+    return sum(each.size for each in futures if each.is_held)
+
+
 class Futures:
     """The pending and finished requests of the service."""
 
-    def __init__(self, max_pending: int, max_bytes: int) -> None:
-        """The limits are those of each session."""
-        self._max_pending, self._max_bytes = max_pending, max_bytes
+    def __init__(self, drop_silent: Callable[[], object]) -> None:
+        """`drop_silent` finishes the sessions of clients that have left."""
+        self._drop_silent = drop_silent
         self._all: dict[str, PendingResult] = {}
         self._sessions: dict[str, dict[str, PendingResult]] = {}
         """By session and id."""
@@ -114,13 +121,18 @@ class Futures:
         self, session_id: str, owner: str, number: int | None, verb: str, size: int = 0, work: Work | None = None
     ) -> PendingResult:
         """A new future of a request whose body has `size` bytes, with `work` of one that starts at once. Raises
-        RequestError (429) if too many results of the session are pending or not fetched, or too large."""
+        RequestError (429) if too many results of the session are pending or not fetched, or too large, or too large
+        with those of all sessions."""
         of_session = self._sessions.setdefault(session_id, {})
+        if _held_bytes(self._all.values()) + size > _MAX_BYTES_OF_ALL:
+            self._drop_silent()
         held = [each for each in of_session.values() if each.is_held]
-        held_bytes = sum(each.size for each in held)
-        if len(held) >= self._max_pending or (held and held_bytes + size > self._max_bytes):
-            found = f"{len(held)} others of {held_bytes:,} bytes are pending, or no one has fetched their results"
-            do = f"fetch results, or send fewer at once: at most {self._max_pending} and {self._max_bytes:,} bytes"
+        here, of_all = _held_bytes(held), _held_bytes(self._all.values())
+        is_large = (here and here + size > _MAX_BYTES) or (of_all and of_all + size > _MAX_BYTES_OF_ALL)
+        if len(held) >= _MAX_PENDING or is_large:
+            found = f"{len(held)} others of {here:,} bytes are pending or not fetched; {of_all:,} of all clients"
+            do = "fetch results, or send fewer at once: "
+            do += f"at most {_MAX_PENDING} and {_MAX_BYTES:,} bytes, and {_MAX_BYTES_OF_ALL:,} bytes of all clients"
             raise RequestError(429, "one more request", found, do, code="too_many_requests", retry_after_s=1)
         future = PendingResult(verb, size)
         self._all[future.id] = of_session[future.id] = future

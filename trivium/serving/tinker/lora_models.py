@@ -5,7 +5,7 @@ All functions block; the service calls them in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from trivium.models.weights.section import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Lora
 from trivium.protocols import SteppedEngine
 from trivium.serving.tinker.losses import loss_batch
 from trivium.serving.tinker.verbs import Lora, LossRequest
-from trivium.types import AnyArray, Batch, Experience
+from trivium.types import AnyArray, Batch, Experience, IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,11 +121,15 @@ def compute_loss(engine: SteppedEngine, request: LossRequest) -> tuple[Mapping[s
     return {"loss:sum": metrics["train/loss/policy"]}, log_probs
 
 
-def top_tokens(engine: SteppedEngine, tokens: AnyArray, k: int) -> AnyArray:
-    """(L, k, 2): the ids and log-probabilities of the most probable tokens at each place; of the first one, none."""
-    mask, zeros = np.arange(len(tokens)) > 0, np.zeros(len(tokens), np.float32)
-    experience = Experience(tokens.astype(np.int32), mask, zeros, zeros.astype(np.int32), "top", 0)
-    return np.where(mask[:, None, None], engine.top(Batch((experience,)), k)[0], [0, _NONE])
+def top_tokens(engine: SteppedEngine, sequences: Sequence[IntArray], first: int, k: int) -> list[AnyArray]:
+    """(L, k, 2) for each sequence: the ids and log-probabilities of the most probable tokens at each place; before
+    the place `first`, none."""
+    rows: list[Experience] = []
+    for number, tokens in enumerate(sequences):
+        mask, zeros = np.arange(len(tokens)) >= first, np.zeros(len(tokens), np.float32)
+        rows.append(Experience(tokens, mask, zeros, zeros.astype(np.int32), "top", number))
+    tops = engine.top(Batch(tuple(rows)), k)
+    return [np.where(row.response_mask[:, None, None], top, [0, _NONE]) for row, top in zip(rows, tops, strict=True)]
 
 
 def _check_files(directory: Path, *names: str) -> None:

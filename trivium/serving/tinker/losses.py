@@ -33,8 +33,9 @@ def _clips(options: Options) -> dict[str, float | torch.Tensor]:
 
 
 def _stable(x: PolicyInputs, options: Options) -> torch.Tensor:
-    """The service does not publish its formula. This one has its properties: REINFORCE whose gradient ends where a
-    probability has moved too far from that of the sampler, and `kl_coeff` pulls back towards the sampler."""
+    """The service publishes no formula (tinker-docs.thinkingmachines.ai/tinker/losses/stable-reinforce). This one has
+    the properties that it names: REINFORCE that stays stable off-policy, since its gradient ends where a probability
+    has moved too far from that of the sampler. `kl_coeff` pulls back towards the sampler."""
     known = (x.old_log_prob != 0) | (x.advantages != 0)  # prompts are padded with zeros
     drift = bounded_log_ratio(x.log_prob, x.old_log_prob).square() / 2
     return dppo_tv(x).loss + options["kl_coeff"] * torch.where(known, drift, 0.0)

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -79,6 +79,9 @@ class TinkerServer:
             ("POST", "retrieve_future", self._result),
             ("POST", "sessions/{session_id}/finish", self._finish),
             ("GET", "samplers/{sampler_id}", self._sampler),
+            ("GET", "training_runs", self._runs),
+            ("GET", "training_runs/{model_id}", self._run),
+            ("GET", "checkpoints", self._checkpoints),
             ("GET", _RUN, self._states),
             ("DELETE", _STATE, self._delete),
             ("GET", f"{_STATE}/external_weights_urls", self._links),
@@ -88,6 +91,8 @@ class TinkerServer:
             self.app.add_api_route(f"/api/v1/{path}", guarded(endpoint, api_key), methods=[method])
         # A link to a file carries its own permission.
         self.app.add_api_route(f"/api/v1/{_STATE}/files/{{file}}", guarded(self._file, None), methods=["GET"])
+        methods = ["GET", "POST", "PUT", "DELETE"]
+        self.app.add_api_route("/api/v1/{path:path}", guarded(self._unknown, api_key), methods=methods)
 
     # ----------------------------------------------------------------------- the service
 
@@ -97,9 +102,12 @@ class TinkerServer:
 
     async def _capabilities(self, request: Request) -> Response:
         del request
-        options = self.service.options
-        each = {"max_context_length": options.max_context, "trainable": True, "sampleable": True}
-        return JSONResponse({"supported_models": [{"model_name": name, **each} for name in options.names]})
+        each = {"max_context_length": self.service.sampler.engine.max_context, "trainable": True, "sampleable": True}
+        return JSONResponse({"supported_models": [{"model_name": name, **each} for name in self.service.names]})
+
+    async def _unknown(self, request: Request) -> Response:
+        do = "see what differs from the service in docs/tinker.md"
+        raise RequestError(404, f"{request.method} {request.url.path[:120]}", "this service does not have it", do)
 
     def _heartbeat(self, form: verbs.SessionOf) -> Answer:
         self.service.session(form.session_id)
@@ -136,9 +144,9 @@ class TinkerServer:
     # ----------------------------------------------------------------------- training
 
     def _info(self, form: verbs.ModelOf) -> Answer:
-        model, options = self.service.model(form.model_id), self.service.options
+        model = self.service.model(form.model_id)
         name, rank = model.info["base_model"], model.info["lora_rank"]
-        data = {"model_name": name, "tokenizer_id": str(options.model_dir)}
+        data = {"model_name": name, "tokenizer_id": str(self.service.model_dir)}
         return {"model_id": model.id, "model_data": data, "model_name": name, "is_lora": True, "lora_rank": rank}
 
     async def _forward_backward(self, request: Request) -> Response:
@@ -149,9 +157,9 @@ class TinkerServer:
             form, message = verbs.read_loss_head(raw)
         only = bool(message.get("forward_only"))
         with self._in_order(lambda: form, loses_data=not only):
-            model, size = self.service.model(form.model_id), len(raw)
+            model = self.service.model(form.model_id)
             wanted = verbs.read_loss(message, self.service.adapters.vocabulary)
-            return JSONResponse({"request_id": self.service.forward_backward(model, form.seq_id, wanted, size).id})
+            return JSONResponse({"request_id": self.service.forward_backward(model, form.seq_id, wanted).id})
 
     def _optim_step(self, form: verbs.StepForm) -> Answer:
         return self.service.optim_step(self.service.model(form.model_id), form.seq_id, form.adam_params.settings)
@@ -222,6 +230,17 @@ class TinkerServer:
     def _info_of(self, path: str) -> Answer:
         return self.service.states.model(self.service.states.open(path).model_id)
 
+    async def _runs(self, request: Request) -> Response:
+        return _page(request, "training_runs", self.service.states.runs())
+
+    async def _run(self, request: Request) -> Response:
+        return JSONResponse(self.service.states.run(request.path_params["model_id"]))
+
+    async def _checkpoints(self, request: Request) -> Response:
+        states = self.service.states
+        rows = [saved.row() for run in states.runs() for saved in states.of(run["training_run_id"])]
+        return _page(request, "checkpoints", sorted(rows, key=lambda row: row["time"], reverse=True))
+
     async def _states(self, request: Request) -> Response:
         model_id = request.path_params["model_id"]
         self.service.states.model(model_id)
@@ -254,3 +273,10 @@ class TinkerServer:
 
     def _signed(self, path: str, expires: str) -> str:
         return hmac.new(self._secret, f"{path} {expires}".encode(), hashlib.sha256).hexdigest()
+
+
+def _page(request: Request, name: str, rows: Sequence[Mapping[str, Any]]) -> Response:
+    """The part of a list that the query asks for."""
+    page = read_form(verbs.PageOf, dict(request.query_params))
+    cursor = {**page.model_dump(), "total_count": len(rows)}
+    return JSONResponse({name: rows[page.offset : page.offset + page.limit], "cursor": cursor})

@@ -25,6 +25,8 @@ from trivium.serving.tinker.verbs import SampleForm
 from trivium.serving.tinker.wire import floats, write_message, write_top
 from trivium.types import MIN_TEMPERATURE, SERVED, Completion, IntArray, Request, StopReason
 
+_TOGETHER = 16
+"""Of how many completions the most probable tokens are computed together: their tables take memory."""
 Adopted = SavedState | None | Literal["unknown"]
 """What an engine holds; None: the base model."""
 
@@ -193,20 +195,16 @@ class Sampler:
         """The most probable tokens of the prompt and of each completion, where they are asked for: as the
         log-probabilities beside them, those of a prompt are the model's own, and those of a completion are at the
         temperature of the request."""
-        tops = list[bytes | None]()
-        of_prompt, of_sample = form.topk_prompt_logprobs, form.topk_sample_logprobs
-        if of_prompt:
-            top = top_tokens(self._scorer(weights, 1.0), prompt, of_prompt)
-            top[: _skipped(form, prompt)] = top[0]
-            tops.append(write_top(top))
-        else:
-            tops.append(None)
-        if not of_sample:
-            return [*tops, *(None for _ in completions)]
-        engine = self._scorer(weights, max(form.sampling_params.temperature, MIN_TEMPERATURE))
-        for each in completions:
-            whole = np.concatenate([prompt, each.tokens])
-            tops.append(write_top(top_tokens(engine, whole, of_sample)[len(prompt) :]))
+        tops: list[bytes | None] = [None] * (1 + len(completions))
+        if k := form.topk_prompt_logprobs:
+            [top] = top_tokens(self._scorer(weights, 1.0), [prompt], _skipped(form, prompt), k)
+            tops[0] = write_top(top)
+        if k := form.topk_sample_logprobs:
+            engine = self._scorer(weights, max(form.sampling_params.temperature, MIN_TEMPERATURE))
+            whole = [np.concatenate([prompt, each.tokens]) for each in completions]
+            for at in range(0, len(whole), _TOGETHER):
+                for number, top in enumerate(top_tokens(engine, whole[at : at + _TOGETHER], len(prompt), k), at + 1):
+                    tops[number] = write_top(top[len(prompt) :])
         return tops
 
 

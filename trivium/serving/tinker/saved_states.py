@@ -96,6 +96,20 @@ class SavedStates:
             raise RequestError(404, f"the model {model_id[:64]!r}", "no such model here", "create it first")
         return json.loads(file.read_text(encoding="utf-8"))
 
+    def runs(self) -> list[dict[str, Any]]:
+        """All models as the SDK lists training runs, newest first."""
+        models = [each.parent.name for each in self._root.glob(f"*/{_MODEL}")]
+        return sorted(map(self.run, models), key=lambda run: run["last_request_time"], reverse=True)
+
+    def run(self, model_id: str) -> dict[str, Any]:
+        """A model as the SDK shows a training run. Raises RequestError (404) for an unknown one."""
+        info, states = self.model(model_id), [saved.row() for saved in self.of(model_id)]
+        newest = {row["checkpoint_type"]: row for row in states}
+        last = {"last_checkpoint": newest.get("training"), "last_sampler_checkpoint": newest.get("sampler")}
+        created = datetime.fromtimestamp(info.pop("created", 0), UTC).isoformat()
+        when = max([created, *(row["time"] for row in states)])
+        return {**info, **last, "training_run_id": model_id, "model_owner": "local", "last_request_time": when}
+
     def place(self, model_id: str, kind: str, name: str, *, overwrite: bool) -> SavedState:
         """Where a new state goes. Raises RequestError for a name that cannot be one, or that is taken."""
         saved = SavedState(model_id, kind, name, self._root / model_id / kind / name, uuid.uuid4().hex)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trivium.config.sections import ServeSection
 from trivium.foundation.concurrency import Turns
 from trivium.foundation.errors import DataError
 from trivium.protocols import SteppedEngine, StepSettings
@@ -33,23 +34,6 @@ _SNAPSHOTS = 16
 _CLONE_STRIDE = 10**9
 """The SDK numbers the requests of a clone of a SamplingClient from the clone's number times this."""
 Make = Callable[[], SteppedEngine]
-
-
-@dataclass(frozen=True)
-class TinkerOptions:
-    """The base model and the limits of the service."""
-
-    names: tuple[str, ...]
-    """The names of the base model."""
-    model_dir: Path
-    max_context: int
-    max_models: int = 8
-    max_pending: int = 4096
-    """Requests of a session that are pending, or whose results it has not fetched."""
-    max_pending_bytes: int = 2**30
-    """Bytes of these requests and results."""
-    idle_s: float = 3600.0
-    """Seconds without a heartbeat after which a session is dropped with its models."""
 
 
 @dataclass(eq=False)
@@ -78,16 +62,20 @@ class TinkerService:
 
     def __init__(
         self,
-        options: TinkerOptions,
+        limits: ServeSection,
+        names: tuple[str, ...],
+        model_dir: Path,
         adapters: Adapters,
         sampler: Sampler,
         states: SavedStates,
         record: Callable[[str, Metrics], object] = lambda *_: None,
     ) -> None:
-        """`record` takes the `loss` of data, and the metrics of each step, with the id of the model."""
-        self.options, self.adapters, self.sampler, self.states = options, adapters, sampler, states
+        """`names` are those of the base model in `model_dir`. `record` takes the `loss` of data, and the metrics of
+        each step, with the id of the model."""
+        self.limits, self.names, self.model_dir = limits, names, model_dir
+        self.adapters, self.sampler, self.states = adapters, sampler, states
         self._record, self._turns = record, Turns(1)
-        self.futures = Futures(options.max_pending, options.max_pending_bytes)
+        self.futures = Futures(partial(self._drop_silent, _SILENT_S))
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, SamplingSession] = {}
@@ -105,8 +93,8 @@ class TinkerService:
 
     def _drop_idle(self) -> None:
         """Drops idle sessions, now and regularly while there are sessions."""
-        self._drop_silent(self.options.idle_s)
-        period = min(60.0, self.options.idle_s)
+        self._drop_silent(self.limits.idle_s)
+        period = min(60.0, self.limits.idle_s)
         loop = asyncio.get_running_loop()
         self._idle_check = loop.call_later(period, self._drop_idle) if self._sessions else None
 
@@ -178,10 +166,10 @@ class TinkerService:
         if f"{session_id}:train:{number}" in self._models:
             found = "this session has it already, and its result was fetched long ago"
             raise bad_request("model_seq_id", f"a new model {number}", found, "use a new number")
-        if len(self._models) >= self.options.max_models:
+        if len(self._models) >= self.limits.max_models:
             self._drop_silent(_SILENT_S)
-        if len(self._models) >= self.options.max_models:
-            found = f"{len(self._models)} are in memory, and serve.max_models is {self.options.max_models}"
+        if len(self._models) >= self.limits.max_models:
+            found = f"{len(self._models)} are in memory, and serve.max_models is {self.limits.max_models}"
             do = "close the ServiceClient of one, or raise the key"
             raise bad_request("model_seq_id", "one more model", found, do, code="too_many_models")
         # The SDK makes the id of a loaded model itself.
@@ -203,15 +191,15 @@ class TinkerService:
         return future
 
     def _check_base(self, name: str) -> str:
-        if name not in self.options.names:
-            found, do = "the service has another one", f"use {self.options.names[0]!r}, or add to serve.names"
+        if name not in self.names:
+            found, do = "the service has another one", f"use {self.names[0]!r}, or add to serve.names"
             raise bad_request("base_model", f"the base model {name[:80]!r}", found, do)
         return name
 
     # ----------------------------------------------------------------------- training
 
-    def forward_backward(self, model: Model, number: int | None, request: LossRequest, size: int) -> PendingResult:
-        """The loss of data in a body of `size` bytes, and unless it is only the forward pass, its gradient."""
+    def forward_backward(self, model: Model, number: int | None, request: LossRequest) -> PendingResult:
+        """The loss of data, and unless it is only the forward pass, its gradient."""
 
         def work(engine: SteppedEngine) -> bytes:
             metrics, log_probs = compute_loss(engine, request)
@@ -220,7 +208,7 @@ class TinkerService:
             return write_loss_output(metrics, log_probs)
 
         failed = None if request.forward_only else partial(_lose_data, model)
-        return self._train(model, number, "forward_backward", work, size=size, failed=failed)
+        return self._train(model, number, "forward_backward", work, size=request.size, failed=failed)
 
     def optim_step(self, model: Model, number: int | None, settings: StepSettings) -> PendingResult:
         """One step on the gradient of the data since the last one."""

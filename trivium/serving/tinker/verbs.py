@@ -134,6 +134,13 @@ class LoadForm(Body):
     optimizer_config: OptimizerKind | None = None
 
 
+class PageOf(Body):
+    """A part of a list, by the query of its URL."""
+
+    limit: Annotated[int, Field(ge=0, strict=False)] = 100
+    offset: Annotated[int, Field(ge=0, strict=False)] = 0
+
+
 class PathOf(Body):
     tinker_path: Name
 
@@ -160,7 +167,6 @@ class ResultsForm(Body):
     target: Clone
     prev_cursor: Number = 0
     timeout: float | None = None
-    retrieved_request_ids: list[str] = []
 
 
 class Chunk(Body):
@@ -237,6 +243,11 @@ class LossRequest:
     data: list[tuple[IntArray, Mapping[str, AnyArray]]]
     """The input tokens (N,) and the inputs of the loss of each datum."""
     forward_only: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of the arrays, which may be many more than those of sparse tensors."""
+        return sum(array.nbytes for tokens, inputs in self.data for array in (tokens, *inputs.values()))
 
 
 def number_in(raw: bytes) -> Numbered | None:
