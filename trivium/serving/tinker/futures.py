@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,9 @@ Work = Callable[[], Awaitable["Mapping[str, Any] | bytes"]]
 class PendingResult:
     """The result of a request: JSON values, a protobuf message as bytes, or an error."""
 
-    def __init__(self, verb: str, size: int = 0) -> None:
+    def __init__(self, session_id: str, verb: str, size: int = 0) -> None:
         """`size` is that of the request in bytes."""
-        self.id, self.verb = uuid.uuid4().hex, verb
+        self.id, self.session_id, self.verb = uuid.uuid4().hex, session_id, verb
         self.size = size
         """How many bytes it takes: of the request, and once it has ended, of the result."""
         self.outcome: asyncio.Future[Mapping[str, Any] | bytes] = asyncio.get_running_loop().create_future()
@@ -93,10 +93,6 @@ class PendingResult:
         return json.dumps({"error": text, "category": "user" if of_user else "server"}).encode()
 
 
-def _held_bytes(futures: Iterable[PendingResult]) -> int:
-    return sum(each.size for each in futures if each.is_held)
-
-
 class Futures:
     """The pending and finished requests of the service."""
 
@@ -104,8 +100,7 @@ class Futures:
         """`drop_silent` finishes the sessions of clients that have left."""
         self._drop_silent = drop_silent
         self._all: dict[str, PendingResult] = {}
-        self._sessions: dict[str, dict[str, PendingResult]] = {}
-        """By session and id."""
+        """By id."""
         self._known: dict[tuple[str, int], PendingResult] = {}
         """By (session or model, number): the SDK repeats a request whose response it has not received."""
 
@@ -123,40 +118,43 @@ class Futures:
         """A new future of a request whose body has `size` bytes, with `work` of one that starts at once. Raises
         RequestError (429) if too many results of the session are pending or not fetched, or too large, or too large
         with those of all sessions."""
-        of_session = self._sessions.setdefault(session_id, {})
-        if _held_bytes(self._all.values()) + size > _MAX_BYTES_OF_ALL:
+        held_by_all = self._held()
+        if sum(each.size for each in held_by_all) + size > _MAX_BYTES_OF_ALL:
             self._drop_silent()
-        held = [each for each in of_session.values() if each.is_held]
-        here, of_all = _held_bytes(held), _held_bytes(self._all.values())
+            held_by_all = self._held()
+        held = [each for each in held_by_all if each.session_id == session_id]
+        here, of_all = (sum(each.size for each in group) for group in (held, held_by_all))
         is_large = (here and here + size > _MAX_BYTES) or (of_all and of_all + size > _MAX_BYTES_OF_ALL)
         if len(held) >= _MAX_PENDING or is_large:
             found = f"{len(held)} others of {here:,} bytes are pending or not fetched; {of_all:,} of all clients"
             do = "fetch results, or send fewer at once: "
             do += f"at most {_MAX_PENDING} and {_MAX_BYTES:,} bytes, and {_MAX_BYTES_OF_ALL:,} bytes of all clients"
             raise RequestError(429, "one more request", found, do, code="too_many_requests", retry_after_s=1)
-        future = PendingResult(verb, size)
-        self._all[future.id] = of_session[future.id] = future
+        future = self._all[future.id] = PendingResult(session_id, verb, size)
         if number is not None:
             self._known[owner, number] = future
         if work is not None:
             future.task = asyncio.create_task(future.run(work))
-        for old in [each for each in of_session.values() if not each.is_held][:-_FETCHED]:
-            self.forget(old)
+        if len(self._all) - len(held_by_all) > _FETCHED:
+            self.forget(*[each for each in self._of(session_id) if not each.is_held][:-_FETCHED])
         return future
+
+    def _held(self) -> list[PendingResult]:
+        return [each for each in self._all.values() if each.is_held]
+
+    def _of(self, session_id: str) -> list[PendingResult]:
+        """Those of a session, oldest first."""
+        return [each for each in self._all.values() if each.session_id == session_id]
 
     def forget(self, *futures: PendingResult) -> None:
         """Drops results that no one will ask for again."""
         for future in futures:
             del self._all[future.id]
-        for of_session in self._sessions.values():
-            for future in futures:
-                of_session.pop(future.id, None)
         self._known = {key: each for key, each in self._known.items() if each.id in self._all}
 
     def finish(self, session_id: str) -> None:
         """Ends the requests of a session, whose results no one will ask for."""
-        futures = self._sessions.pop(session_id, {}).values()
-        for future in futures:
+        for future in (futures := self._of(session_id)):
             future.cancel()
             future.fail(DataError("a result", "its session is finished", "create a new ServiceClient"))
         self.forget(*futures)
@@ -190,7 +188,7 @@ class QueuedRequest:
 
     future: PendingResult
     work: Work
-    failed: Callable[[], object] = lambda: None
+    failed: Callable[[], object] | None = None
     """Called in the request's turn if it failed."""
 
 
@@ -234,7 +232,7 @@ class OrderedWork:
                 self._next += 1  # before its work: this number has had its turn
                 async with self._turns:
                     await request.future.run(request.work)
-                    if request.future.failed:
+                    if request.future.failed and request.failed is not None:
                         request.failed()
                 continue
             try:

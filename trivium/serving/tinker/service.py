@@ -230,9 +230,9 @@ class TinkerService:
     def refuse(self, model: Model, number: int, error: RequestError, *, loses_data: bool) -> None:
         """Lets a refused request take its turn, so that later ones do not wait for it. `loses_data`: its data are
         missing in the gradient."""
-        refused = PendingResult("")
+        refused = PendingResult(model.session_id, "")
         refused.fail(error)
-        failed = partial(_lose_data, model) if loses_data else _nothing
+        failed = partial(_lose_data, model) if loses_data else None
         model.work.put(number, QueuedRequest(refused, _no_work, failed))
 
     def save(self, model: Model, form: SaveForm, kind: str) -> PendingResult:
@@ -294,7 +294,7 @@ class TinkerService:
 
         future = self.futures.add(model.session_id, model.id, number, verb, size)
         try:
-            model.work.put(number, QueuedRequest(future, in_thread, failed or _nothing))
+            model.work.put(number, QueuedRequest(future, in_thread, failed))
         except RequestError:
             self.futures.forget(future)
             raise
@@ -361,10 +361,6 @@ class TinkerService:
 
 async def _no_work() -> Mapping[str, Any]:
     return {}
-
-
-def _nothing() -> None:
-    return
 
 
 def _lose_data(model: Model) -> None:
