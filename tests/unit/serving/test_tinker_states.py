@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -201,6 +202,33 @@ async def test_a_replaced_state_is_never_sampled_under_its_name(models: TinkerSe
             if replaced:
                 await client.http.delete(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/x")
         assert min(np.abs(found[0] - found[1]).max(), np.abs(found[1] - found[2]).max()) > 1e-3
+
+
+async def test_requests_for_many_weights_in_any_order_each_get_theirs(models: TinkerService, tmp_path: Path) -> None:
+    """At once, of which some are cancelled while they wait, load or sample: as each of them alone."""
+    async with served(again(models, tmp_path)) as client:
+        model, rng = await client.model(), random.Random(1)
+        samplers = [await client.sampler()]
+        for name in ("a", "b"):
+            await after_steps(client, model, 4)
+            samplers.append(await client.sampler((await client.save(model, name, "save_weights_for_sampler"))["path"]))
+        more = {"prompt_logprobs": True, "params": {"seed": 3}}
+        alone = {sampler: await client.sample(sampler, TOKENS, **more) for sampler in samplers}
+        assert len({*alone.values()}) == 3
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": TOKENS}]}, "prompt_logprobs": True}
+        body["sampling_params"] = {"max_tokens": 6, "seed": 3}
+        wanted = dict[str, str]()
+        for number in range(1000, 1060):
+            sampler = rng.choice(samplers)
+            sent = await client.post("asample", {**body, "sampling_session_id": sampler, "seq_id": number})
+            wanted[sent.json()["request_id"]] = sampler
+            if rng.random() < 0.3:
+                id = rng.choice([*wanted])
+                wanted.pop(id)
+                await client.ask("cancel_future", {"request_id": id})
+        for id, sampler in wanted.items():
+            assert await client.result(id) == alone[sampler]
+        assert not models.sampler._running
 
 
 async def test_after_weights_that_cannot_be_read_the_next_ones_are_right(

@@ -85,8 +85,10 @@ class Sampler:
         self.engine, self._adapters, self._seed, self._keep = engine, adapters, seed, keep
         self._held: Adopted = None
         self._version = self._running = 0
-        self._waiting: dict[SavedState | None, list[asyncio.Future[None]]] = {}
-        self._adopting: asyncio.Task[None] | None = None
+        """`_running`: how many requests and loads use the engine."""
+        self._wanted = Counter[SavedState | None]()
+        """How many requests wait for weights, those that the engine adopts next first."""
+        self._changed = asyncio.Event()
         self._scoring: tuple[SavedState | None, float, SteppedEngine] | None = None
         """The last weights and temperature of which the most probable tokens were asked for, and their engine."""
 
@@ -121,49 +123,35 @@ class Sampler:
     @asynccontextmanager
     async def _holding(self, weights: SavedState | None) -> AsyncGenerator[None]:
         """The engine holds these weights while the block runs."""
-        if weights != self._held or self._waiting or self._adopting is not None:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(weights, []).append(turn)
-            self._adopt_next()
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # it was counted
-                    self._end()
-                raise
-        else:
-            self._running += 1
+        self._wanted[weights] += 1
         try:
-            yield
+            while next(iter(self._wanted)) != weights or (weights != self._held and self._running):
+                self._changed.clear()
+                await self._changed.wait()
+            self._running += 1
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._running -= 1
-        self._adopt_next()
-
-    def _adopt_next(self) -> None:
-        if self._waiting and not self._running and self._adopting is None:
-            self._adopting = asyncio.create_task(self._adopt(next(iter(self._waiting))))
-
-    async def _adopt(self, weights: SavedState | None) -> None:
-        """Adopts weights, and admits all that wait for them. They raise the error if that fails."""
+            self._wanted[weights] -= 1
+            if not self._wanted[weights]:
+                del self._wanted[weights]
+            self._changed.set()
         try:
             if weights != self._held:
-                self._version += 1
-                self._held = "unknown"  # if the load fails
-                await self.engine.load(self._version, await asyncio.to_thread(self._read, weights))
-                self._held = weights
-        except Exception as error:
-            for turn in self._waiting.pop(weights):
-                if not turn.done():
-                    turn.set_exception(error)
-        for turn in self._waiting.pop(weights, ()):
-            if not turn.done():
-                self._running += 1
-                turn.set_result(None)
-        self._adopting = None
-        self._adopt_next()
+                self._held, self._running = "unknown", self._running + 1  # until the load has succeeded
+                # To its end, also if this request is cancelled: the engine adopts weights one after the other.
+                await asyncio.shield(asyncio.create_task(self._adopt(weights)))
+            yield
+        finally:
+            self._running -= 1
+            self._changed.set()
+
+    async def _adopt(self, weights: SavedState | None) -> None:
+        self._version += 1
+        try:
+            await self.engine.load(self._version, await asyncio.to_thread(self._read, weights))
+            self._held = weights
+        finally:
+            self._running -= 1
+            self._changed.set()
 
     def _read(self, weights: SavedState | None) -> Named:
         """The weights of a state. Raises DataError if it was deleted or replaced meanwhile."""
