@@ -121,7 +121,7 @@ async def test_clients_that_have_left_make_room_for_the_requests_of_others(
         other = await another(client)
         message = loss_message(await other.model(), 1, [supervised(TOKENS)] * 3)
         assert (await other.post("forward_backward", message)).status_code == 429
-        service._sessions[client.session].alive = -1e9  # without a heartbeat for long
+        service._sessions[client.session] = -1e9  # without a heartbeat for long
         assert isinstance(await other.ask("forward_backward", message), bytes)
 
 

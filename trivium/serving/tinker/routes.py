@@ -56,7 +56,7 @@ class TinkerServer:
             "client/config": (verbs.Empty, lambda _: config),
             "client/dynamic_config": (verbs.Empty, lambda _: {"sample_cancel_enabled": True}),
             "telemetry": (verbs.Empty, lambda _: {"status": "accepted"}),
-            "create_session": (verbs.Empty, lambda _: {"session_id": service.create_session().id, **_NOTE}),
+            "create_session": (verbs.Empty, lambda _: {"session_id": service.create_session(), **_NOTE}),
             "session_heartbeat": (verbs.SessionOf, self._heartbeat),
             "create_model": (verbs.ModelForm, service.create_model),
             "get_info": (verbs.ModelOf, self._info),
@@ -110,11 +110,11 @@ class TinkerServer:
         raise RequestError(404, f"{request.method} {request.url.path[:120]}", "this service does not have it", do)
 
     def _heartbeat(self, form: verbs.SessionOf) -> Answer:
-        self.service.session(form.session_id)
+        self.service.heartbeat(form.session_id)
         return {"type": "session_heartbeat"}
 
     async def _finish(self, request: Request) -> Response:
-        self.service.finish(self.service.session(request.path_params["session_id"]))
+        self.service.finish(request.path_params["session_id"])
         return JSONResponse(None)
 
     # ----------------------------------------------------------------------- results

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,6 @@ _SNAPSHOTS = 16
 _CLONE_STRIDE = 10**9
 """The SDK numbers the requests of a clone of a SamplingClient from the clone's number times this."""
 Make = Callable[[], SteppedEngine]
-
-
-@dataclass(eq=False)
-class Session:
-    """A client."""
-
-    id: str
-    alive: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -76,7 +68,8 @@ class TinkerService:
         self.adapters, self.sampler, self.states = adapters, sampler, states
         self._record, self._turns = record, Turns(1)
         self.futures = Futures(partial(self._drop_silent, _SILENT_S))
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, float] = {}
+        """By id of a session, which is a client: when it gave the last sign of life."""
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, SamplingSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,12 +77,13 @@ class TinkerService:
 
     # ----------------------------------------------------------------------- sessions
 
-    def create_session(self) -> Session:
-        session = Session(uuid.uuid4().hex)
-        self._sessions[session.id] = session
+    def create_session(self) -> str:
+        """The id of a new session."""
+        id = uuid.uuid4().hex
+        self._sessions[id] = time.monotonic()
         if self._idle_check is None:
             self._drop_idle()
-        return session
+        return id
 
     def _drop_idle(self) -> None:
         """Drops idle sessions, now and regularly while there are sessions."""
@@ -101,27 +95,28 @@ class TinkerService:
     def _drop_silent(self, seconds: float) -> None:
         """Drops the sessions without a heartbeat for so long."""
         limit = time.monotonic() - seconds
-        for silent in [each for each in self._sessions.values() if each.alive < limit]:
-            _log.warning("the session %s is dropped: no heartbeat for %.0f s", silent.id, seconds)
-            self.finish(silent)
+        for id in [id for id, alive in self._sessions.items() if alive < limit]:
+            _log.warning("the session %s is dropped: no heartbeat for %.0f s", id, seconds)
+            self.finish(id)
 
-    def session(self, id: str) -> Session:
-        """The session, which is alive. Raises RequestError (410) for one that is finished or unknown."""
-        if (session := self._sessions.get(id)) is None:
+    def heartbeat(self, id: str) -> None:
+        """Notes that a session is alive. Raises RequestError (410) for one that is finished or unknown."""
+        if id not in self._sessions:
             found = "it is finished, or the service was started again since"
             raise RequestError(410, f"the session {id[:64]!r}", found, "create a new ServiceClient")
-        session.alive = time.monotonic()
-        return session
+        self._sessions[id] = time.monotonic()
 
-    def finish(self, session: Session) -> None:
-        """Drops a session with its models and its requests. Saved states that have a name stay."""
-        del self._sessions[session.id]
-        self.futures.finish(session.id)
-        for model in [each for each in self._models.values() if each.session_id == session.id]:
+    def finish(self, id: str) -> None:
+        """Drops a session with its models and its requests. Saved states that have a name stay. Raises RequestError
+        (410) as `heartbeat`."""
+        self.heartbeat(id)
+        del self._sessions[id]
+        self.futures.finish(id)
+        for model in [each for each in self._models.values() if each.session_id == id]:
             del self._models[model.id]
             model.work.fail("its session is finished")
             self._spawn(self._close(model))
-        for sampler in [each for each in self._samplers.values() if each.session_id == session.id]:
+        for sampler in [each for each in self._samplers.values() if each.session_id == id]:
             del self._samplers[sampler.id]
 
     async def _close(self, model: Model) -> None:
@@ -140,7 +135,7 @@ class TinkerService:
             self.states.model(id)
             found, do = "it is no longer in memory", "create a client from its last saved state"
             raise RequestError(404, f"the model {id[:64]}", found, do, code="unloaded_model")
-        self.session(model.session_id)
+        self.heartbeat(model.session_id)
         return model
 
     def create_model(self, form: ModelForm) -> PendingResult:
@@ -159,7 +154,7 @@ class TinkerService:
         return self._create(session_id, number, info, make, answer)
 
     def _create(self, session_id: str, number: int, info: Any, make: Make, answer: Mapping[str, Any]) -> PendingResult:
-        self.session(session_id)
+        self.heartbeat(session_id)
         self._check_base(info["base_model"])
         if (future := self.futures.known(session_id, number, answer["type"])) is not None:
             return future
@@ -304,7 +299,7 @@ class TinkerService:
 
     def create_sampler(self, session_id: str, number: int, base: str | None, path: str | None) -> SamplingSession:
         """A sampling session of the base model, or of saved weights."""
-        self.session(session_id)
+        self.heartbeat(session_id)
         return self._add_sampler(session_id, ("created", number), path, base)
 
     def _add_sampler(
@@ -323,7 +318,7 @@ class TinkerService:
         if (sampler := self._samplers.get(id)) is None:
             found = "it is finished, or the service was started again since"
             raise RequestError(404, f"the sampling session {id[:64]!r}", found, "create a new SamplingClient")
-        self.session(sampler.session_id)
+        self.heartbeat(sampler.session_id)
         return sampler
 
     def sample(self, form: SampleForm, size: int) -> PendingResult:
