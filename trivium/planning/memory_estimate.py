@@ -219,7 +219,8 @@ def plan_stage(
     shape, tokens, rows = shape_in(config), MICRO_BATCH_TOKENS, MAX_ROWS
     if shape is not None and config.cluster.address is None:
         device, dtype = planned(getattr(config.train, "device", "cpu"), getattr(config.train, "dtype", "auto"), machine)
-        tokens = micro_batch_tokens(shape.parameters * BYTES[dtype], device)
+        adapter = getattr(config.train, "lora", None) is not None
+        tokens = micro_batch_tokens(shape.parameters * BYTES[dtype], device, adapter=adapter)
     longest = _longest_part(plan_batch(config, ranks, tasks))
     tokens = max(tokens, longest)
     while True:

@@ -167,9 +167,8 @@ def _activations(models: TrainedModels, split: SplitModels, tokens: int) -> int:
     shape, tensor, exchanges = models.shape, split.parallel.tensor, split.parallel.expert > 1
     narrow, wide, fused = BYTES[models.dtype], models.wide, split.fuses(models)
     if fused:
-        # Each layer saves its inputs. With an adapter, the product inside the feed-forward layer as well, and adding
-        # its outputs leaves holes in the heap.
-        saved = (5 if models.adapted else 2) * shape.mlp
+        # Each layer saves its inputs. Adding the outputs of adapters leaves holes in the heap.
+        saved = 5 * shape.mlp // 2 if models.adapted else 2 * shape.mlp
         layer = (saved + 4 * shape.hidden + 3 * shape.query + 2 * shape.key) * wide
     else:
         attention = 4 * shape.query + 8 * shape.key

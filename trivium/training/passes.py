@@ -158,7 +158,7 @@ class Passes:
             if self.workers is None and max_sequences is None and tree.num_tokens <= limit:
                 return [Part(rows, tree)]
         if self.workers is not None:
-            even = cutting(UPDATE_TOKENS, workers=self.workers.number)
+            even = cutting(min(UPDATE_TOKENS, limit // self.workers.number), workers=self.workers.number)
             parallel = [Part(rows, tree_of(rows), parallel=True) for rows in even]
             if self._fits(batch, parallel, self.workers.number):
                 return parallel

@@ -176,7 +176,7 @@ def test_an_error_in_a_worker_leaves_the_weights(model_dir: Path, batch: Batch) 
     assert metrics == train(model_dir, batch)[1]
 
 
-@pytest.mark.parametrize("how", [{"max_tokens_per_micro_batch": 4096}, {"threads": 1}], ids=str)
+@pytest.mark.parametrize("how", [{"max_tokens_per_micro_batch": 2047}, {"threads": 1}], ids=str)
 def test_what_memory_or_threads_do_not_allow_goes_one_after_the_other(
     how: dict[str, Any], model_dir: Path, batch: Batch
 ) -> None:
