@@ -76,7 +76,13 @@ TRL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "schedule.groups_per_step": 8,
             "checkpoint.save_every": 0,
         },
-        ("SFTConfig(learning_rate): args.learning_rate", "processing_class", "eval_dataset", "packing", "save_every"),
+        (
+            "SFTConfig(learning_rate): args.learning_rate",
+            "processing_class",
+            "dataset_test_split",
+            "packing",
+            "save_every",
+        ),
     ),
     "dpo_quickstart": (
         {
@@ -97,8 +103,10 @@ TRL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "train.optimizer.warmup_steps": 30,
             LORA: {"rank": 8, "alpha": 8},
             "monitors": None,
+            "evaluation": {"held_out": "test", "every": 50},
+            "tasks.test": {"kind": "datasets", "path": "trl-lib/ultrafeedback_binarized", "split": "test"},
         },
-        ("ref_model", "changes the rows", "eval_strategy", "sum over tokens", "train.lora.targets", "dtype"),
+        ("ref_model", "changes the rows", "sum over tokens", "train.lora.targets", "dtype"),
     ),
     "kto_quickstart": (
         {
@@ -229,6 +237,10 @@ def at(config: dict[str, Any], path: str) -> Any:
     return value
 
 
+PARTS = (("train", "train"), ("val", "holdout"), ("test", "holdout"))
+"""(taskset, its part of the sums)."""
+
+
 def check(origin: str, file: str, case: tuple[dict[str, Any], tuple[str, ...]], model: str) -> None:
     """Compares a translation, and reads its config with a model, tasks and rewards of this machine."""
     expected, named = case
@@ -236,7 +248,7 @@ def check(origin: str, file: str, case: tuple[dict[str, Any], tuple[str, ...]], 
     assert {path: at(translation.config, path) for path in expected} == expected
     missing = [name for name in named if not any(name in note for note in translation.notes)]
     assert not missing, translation.notes
-    tasks = {name: {"kind": "arithmetic", "part": part} for name, part in (("train", "train"), ("val", "holdout"))}
+    tasks = {name: {"kind": "arithmetic", "part": part} for name, part in PARTS}
     tasks = {name: {**task, "holdout_fraction": 0.1} for name, task in tasks.items()}
     here = {"model": {"path": model}, "tasks": tasks, "rewards": ["exact"]}
     config_from_mapping(merged({**translation.config, "tasks": {}, "rewards": []}, here))
@@ -250,6 +262,30 @@ def test_a_script_for_trl_is_read_and_not_run(name: str, model: str) -> None:
 @pytest.mark.parametrize("name", VERL)
 def test_a_launch_script_of_verl_is_read(name: str, model: str) -> None:
     check("verl", f"{name}.sh", VERL[name], model)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "split"),
+    [
+        ('load_dataset("a/b", "c", split="validation")', "validation"),
+        ('load_dataset("a/b", split="validation")', "test"),  # of another subset
+        ('load_dataset("a/b", "c", split="train[:5%]")', "test"),
+        ('rows.train_test_split(0.1)["validation"]', "test"),
+        ("held_out()", "test"),
+    ],
+)
+def test_rows_of_another_split_are_evaluated(evaluated: str, split: str, tmp_path: Path) -> None:
+    script = f"""
+from trl import SFTTrainer, SFTConfig
+rows = load_dataset("a/b", "c", split="train").shuffle()
+args = SFTConfig(output_dir="out", eval_strategy="epoch", max_steps=3)
+SFTTrainer(args=args, model="m", eval_dataset={evaluated}, train_dataset=rows)
+"""
+    (tmp_path / "train.py").write_text(script)
+    translation = translate_file("trl", str(tmp_path / "train.py"))
+    rows = {"kind": "datasets", "path": "a/b", "subset": "c"}
+    assert translation.config["tasks"] == {"train": {**rows, "split": "train"}, "test": {**rows, "split": split}}
+    assert any("eval_dataset" in note for note in translation.notes) is (split == "test")
 
 
 def test_arguments_that_a_script_for_trl_computes_are_named() -> None:

@@ -179,6 +179,34 @@ def test_a_generation_is_a_train_step(
     assert found == expected
 
 
+STEPS = {"eval_strategy": "steps", "max_steps": 100}
+SAMPLED = {"taskset": "test", "samples": 8, "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0}}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "keys", "expected"),
+    [
+        ("grpo", {**STEPS, "eval_steps": 25, "num_iterations": 2}, {**SAMPLED, "every": 13}),
+        (
+            "grpo",
+            {**STEPS, "eval_steps": 0.1, "num_generations_eval": 2, "top_p": 0.9},
+            {"taskset": "test", "every": 10, "samples": 2, "sampling": {**SAMPLED["sampling"], "top_p": 0.9}},
+        ),
+        ("grpo", {"eval_strategy": "epoch", "max_steps": 9}, {**SAMPLED, "every": 0}),
+        ("sft", STEPS, {"held_out": "test", "every": 10}),  # TRL's logging_steps
+        ("dpo", {**STEPS, "logging_steps": 5}, {"held_out": "test", "every": 5}),
+        ("grpo", {"eval_strategy": False, "eval_steps": 5, "max_steps": 9}, None),
+    ],
+)
+def test_evaluations(trainer: str, keys: dict[str, Any], expected: dict[str, Any] | None, model: str) -> None:
+    config = translate(given(trainer, model, **keys, dataset_test_split="dev")).config
+    assert config.get("evaluation") == expected
+    assert config["tasks"].get("test", {}).get("split") == (expected and "dev")
+    tasks = {"train": {"kind": "arithmetic", "holdout_fraction": 0.1}}
+    tasks["test"] = {**tasks["train"], "part": "holdout"}
+    config_from_mapping(merged({**config, "tasks": {}, "rewards": []}, {**HERE, "tasks": tasks}))
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [(None, ("linear", 3)), ("constant_with_warmup", ("constant", 3)), ("constant", ("constant", 0))],
@@ -218,6 +246,10 @@ def test_variables_of_the_chat_template(trainer: str, model: str) -> None:
     [
         ("grpo", {"num_train_epochs": 2}, ("schedule.steps", "2 epochs", "2 * tasks / 1 ")),
         ("grpo", {"warmup_steps": 0.1}, ("train.optimizer.warmup_steps", "0.1", "max_steps")),
+        ("sft", {"eval_strategy": "epoch", "max_steps": 9}, ("evaluation.every",)),
+        ("sdft", {"eval_strategy": "steps", "max_steps": 9}, ("eval_strategy", "rewards")),
+        ("sft", {"eval_strategy": "steps", "eval_steps": 0.1}, ("evaluation.every",)),
+        ("sft", {"dataset_test_split": "dev", "max_steps": 9}, ("dataset_test_split", "eval_strategy")),
         ("grpo", {"warmup_ratio": 0.1}, ("train.optimizer.warmup_steps", "0.1", "max_steps")),
         ("grpo", {"use_vllm": True, "vllm_mode": "server"}, ("vllm_mode", "cluster")),
         ("grpo", {**ADAPTIVE, "max_steps": 3}, ("algorithm.entropy", "entropy_coef_max")),
@@ -254,6 +286,7 @@ def test_a_difference_is_a_note(trainer: str, keys: dict[str, Any], named: tuple
         ("grpo", {"num_generations": 3}, ("num_generations", 3, 8)),
         ("grpo", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}, ("gradient_accumulation_steps", 3)),
         ("grpo", {"num_iterations": 0}, ("num_iterations",)),
+        ("sft", {"eval_strategy": "stesp"}, ("eval_strategy", "steps")),
         ("grpo", {"lr_scheduler_type": "polynomial"}, ("lr_scheduler_type", "polynomial")),
         ("grpo", {"distillation_weight": 0.5}, ("distillation_weight",)),
         ("sdpo", {"use_successful_as_teacher": False}, ("use_successful_as_teacher",)),

@@ -25,7 +25,6 @@ _UNREAD = {
     "processing_class": "the tokenizer of the model renders the prompts",
     "ref_model": "the reference is the model that the stage begins with",
     "reward_funcs": "name each function under `rewards`: it returns the reward of one completion",
-    "eval_dataset": "name its rows in a second entry of `tasks`, for `evaluation`",
 }
 """Argument of a trainer -> what replaces it."""
 _CLASSES = {"args": "", "peft_config": "LoraConfig"}
@@ -123,6 +122,7 @@ class _Script:
 
     def read_trainer(self, call: ast.Call, name: str) -> None:
         """Reads the call of a trainer: the model, the rows and the adapter."""
+        evaluated: ast.expr | None = None
         for argument, value in self._arguments(call, name, "model"):
             where = f"{name}({argument})"
             if argument == "model":
@@ -132,10 +132,25 @@ class _Script:
                 self.notes += [f"from_pretrained: {options}: not read"] if options else []
             elif argument == "train_dataset":
                 self._read_dataset(value, where)
+            elif argument == "eval_dataset":
+                evaluated = value
             elif argument in _UNREAD:
                 self.notes.append(f"{where}: {ast.unparse(value):.60} is not read: {_UNREAD[argument]}")
             elif not (argument in _CLASSES and self._call_behind(value, _CLASSES[argument] or f"{name[:-7]}Config")):
                 self._computed(where, value)
+        if evaluated is not None:
+            self._read_evaluated(evaluated, f"{name}(eval_dataset)")
+
+    def _read_evaluated(self, value: ast.expr, where: str) -> None:
+        """Reads the split of the rows that evaluations read, if they are another split of the training rows."""
+        rows = _Script(self.assigned)
+        rows._read_dataset(value, where)
+        split = rows.config.pop("dataset_train_split", None)
+        is_same = all(self.config.get(key) == rows.config.get(key) for key in ("dataset_name", "dataset_config"))
+        if split is not None and is_same and not rows.notes:
+            self.config["dataset_test_split"] = split
+        else:
+            self.notes.append(f"{where}: {ast.unparse(value):.60} is not read: name its rows in `tasks.test`")
 
     def _read_dataset(self, value: ast.expr, where: str) -> None:
         """Reads the `load_dataset` that the rows come from, and its split. Notes what changes the rows."""

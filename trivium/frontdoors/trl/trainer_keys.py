@@ -34,6 +34,11 @@ _BASICS: Mapping[str, Entry] = {
     "save_steps": Mapped("in checkpoint.save_every: optimizer steps", default=500),
     "save_strategy": Mapped("in checkpoint.save_every: `no` is 0", default="steps"),
     "save_total_limit": Mapped("checkpoint.keep", type=int),
+    # YAML reads a bare `no` as false.
+    "eval_strategy": Mapped("in evaluation.taskset, for rows evaluation.held_out: `test`", type=object, default="no"),
+    "eval_steps": Mapped("in evaluation.every, else logging_steps: optimizer steps; below 1, of max_steps", type=float),
+    "logging_steps": Mapped("in evaluation.every, if eval_steps is not set; every step is logged", default=10.0),
+    "dataset_test_split": Mapped("in tasks.test.split", default="test"),
     "per_device_train_batch_size": Mapped("in schedule.groups_per_step", default=8),
     "gradient_accumulation_steps": Mapped("in schedule.groups_per_step", default=1),
     "lr_scheduler_type": Mapped("train.optimizer.schedule", default="linear", convert=SCHEDULES),
@@ -58,7 +63,7 @@ _BASICS: Mapping[str, Entry] = {
     "report_to": Mapped("monitors"),
     "run_name": Mapped("the name of the run in wandb and mlflow", type=str),
     **ignored("micro-batches are cut by train.max_tokens_per_micro_batch", "auto_find_batch_size"),
-    **ignored("every step is logged", "logging_steps logging_strategy logging_first_step logging_dir log_completions"),
+    **ignored("every step is logged", "logging_strategy logging_first_step logging_dir log_completions"),
     **ignored("`trivium export` writes a model directory", "push_to_hub hub_model_id hub_strategy save_only_model"),
     **ignored("the machine that runs the config decides", "bf16 fp16 tf32 dtype torch_dtype attn_implementation"),
     **ignored("dropout is always off", "disable_dropout lora_dropout"),
@@ -69,9 +74,14 @@ _BASICS: Mapping[str, Entry] = {
         "dataloader_num_workers dataset_num_proc ddp_find_unused_parameters gradient_checkpointing_kwargs",
         "use_liger_kernel activation_offloading",
     ),
+    **ignored("eval_strategy says whether a run evaluates", "do_eval"),
+    **ignored("a run that evaluates does so before its first step, too", "eval_on_start"),
     **ignored(
-        "evaluations are `evaluation.taskset`, or `evaluation.held_out` for rows, of a second entry of `tasks`",
-        "dataset_test_split eval_strategy eval_steps do_eval per_device_eval_batch_size load_best_model_at_end",
+        "evaluations are as large as the engine allows, or train.max_tokens_per_micro_batch",
+        "per_device_eval_batch_size",
+    ),
+    **ignored(
+        "name a metric of the evaluation in checkpoint.keep_best", "load_best_model_at_end metric_for_best_model"
     ),
 }
 _ON_POLICY: Mapping[str, Entry] = {
@@ -80,6 +90,7 @@ _ON_POLICY: Mapping[str, Entry] = {
     "steps_per_generation": Mapped("in algorithm.mini_batches, schedule.groups_per_step", type=int),
     "generation_batch_size": Mapped("in algorithm.mini_batches, schedule.groups_per_step", type=int),
     "num_generations": Mapped("schedule.group_size", type=int),
+    "num_generations_eval": Mapped("in evaluation.samples, else num_generations", type=int),
     "num_iterations": Mapped("algorithm.epochs", default=1),
     "top_k": Mapped("engine.sampling.top_k", default=0),
     "min_p": Mapped("engine.sampling.min_p", type=float, convert=if_on),

@@ -35,9 +35,14 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _ROW_SIZES = {"sft": 1, "dpo": 2, "kto": 1, "reward": 2}
 """Trainer of rows -> the completions of a row."""
+_EVALUATED = "test"
+"""The taskset that evaluations read."""
 _MONITORS = ("wandb", "tensorboard", "mlflow")
 _SINGLE = ("iw_opd", "gold", "gkd", "a2po")
 """Trainers that sample one completion of each prompt unless `num_generations` says otherwise."""
+
+
+_REWARDED = ("grpo", "gmpo", "sdpo", "a2po")
 
 
 def translate(config: Mapping[str, Any]) -> TranslatedConfig:
@@ -54,7 +59,8 @@ def translate(config: Mapping[str, Any]) -> TranslatedConfig:
     algorithm: dict[str, Any] = {**mapping.pop("algorithm", {}), **_ALGORITHMS[name](trl, name, problems, notes)}
     mapping["algorithm"] = algorithm
     mapping.setdefault("model", {})["kind"] = "hf"
-    _schedule(trl, name, mapping, problems, notes)
+    updates = _schedule(trl, name, mapping, problems, notes)
+    evaluation = _evaluation(trl, name, mapping, updates, problems, notes)
     refuse(problems)
     mapping["train"]["optimizer"]["betas"] = [trl["adam_beta1"], trl["adam_beta2"]]
     mapping |= _monitors(trl, notes)
@@ -62,6 +68,9 @@ def translate(config: Mapping[str, Any]) -> TranslatedConfig:
     if name == "reward" and "max_tokens" in tasks:
         tasks["on_overlong"] = "drop"
     mapping["tasks"]["train"] = {"kind": "datasets", **tasks}
+    if evaluation:
+        mapping["evaluation"] = evaluation
+        mapping["tasks"][_EVALUATED] = {**mapping["tasks"]["train"], "split": trl["dataset_test_split"]}
     if "path" not in tasks:
         notes.append("tasks.train: name the rows (docs/extend-tasks.md), or dataset_name=... here")
     if not trl["use_peft"]:
@@ -73,7 +82,7 @@ def translate(config: Mapping[str, Any]) -> TranslatedConfig:
     # TRL's server is a process of its own on other GPUs, which a run cannot join.
     elif trl["vllm_mode"] == "server":
         notes.append("vllm_mode: the run starts vLLM; cluster: {kind: ray, engines: 1} gives it a GPU of its own")
-    if name in ("grpo", "gmpo", "sdpo", "a2po"):
+    if name in _REWARDED:
         notes.append("rewards: name your reward functions (docs/extend-rewards.md)")
     return TranslatedConfig(mapping, tuple(notes))
 
@@ -91,8 +100,36 @@ def _monitors(trl: Settings, notes: list[str]) -> dict[str, Any]:
     return {"monitors": ["console", "jsonl", *monitors]} if monitors else {}
 
 
-def _schedule(trl: Settings, name: str, mapping: dict[str, Any], problems: list[Problem], notes: list[str]) -> None:
-    """Sets the batch, the length of the run, the checkpoints and the learning rate.
+def _evaluation(
+    trl: Settings, name: str, mapping: dict[str, Any], updates: int, problems: list[Problem], notes: list[str]
+) -> dict[str, Any]:
+    """The section `evaluation`; empty if TRL does not evaluate."""
+    strategy, steps, strategies = trl["eval_strategy"], trl["eval_steps"] or trl["logging_steps"], ("steps", "epoch")
+    if strategy in (False, "no"):
+        if trl.has("dataset_test_split"):
+            notes.append("dataset_test_split: no effect: eval_strategy is no")
+        return {}
+    if name not in (*_REWARDED, *OF_ROWS):
+        notes.append("eval_strategy: no effect: an evaluation of completions needs rewards; set evaluation.taskset")
+        return {}
+    if strategy not in strategies:
+        problems.append(Problem("eval_strategy", repr(strategy), "no such value", suggest(str(strategy), strategies)))
+    if 0 < steps < 1:
+        steps = ceil(steps * max(0, trl["max_steps"]))
+    every = ceil(steps / updates) if strategy == "steps" else 0
+    if not every:
+        notes.append("evaluation.every: 0, the start and the end; set it to a number of train steps")
+    if name in OF_ROWS:
+        return {"held_out": _EVALUATED, "every": every}
+    # TRL samples a group of each prompt, as in training.
+    samples = trl["num_generations_eval"] or mapping["schedule"]["group_size"]
+    sampling = {key: value for key in ("temperature", "top_p", "top_k", "min_p") if (value := trl[key]) is not None}
+    return {"taskset": _EVALUATED, "every": every, "samples": samples, "sampling": sampling}
+
+
+def _schedule(trl: Settings, name: str, mapping: dict[str, Any], problems: list[Problem], notes: list[str]) -> int:
+    """Sets the batch, the length of the run, the checkpoints and the learning rate. Returns the optimizer steps of a
+    train step.
 
     The completions of one generation are a train step here, with `mini_batches * epochs` of TRL's optimizer steps.
     """
@@ -102,7 +139,7 @@ def _schedule(trl: Settings, name: str, mapping: dict[str, Any], problems: list[
     counts |= {"num_iterations": 1 if name in OF_ROWS else trl["num_iterations"], "num_generations": size}
     if wrong := {key: count for key, count in counts.items() if count < 1}:
         problems += [Problem(key, str(count), "it must be at least 1", "correct it") for key, count in wrong.items()]
-        return
+        return 1
     completions, batches = _generation(trl, name, size, problems)
     groups, mini_batches = max(1, completions // size), max(1, batches // trl["gradient_accumulation_steps"])
     updates, steps, epochs = mini_batches * counts["num_iterations"], trl["max_steps"], trl["num_train_epochs"]
@@ -119,6 +156,7 @@ def _schedule(trl: Settings, name: str, mapping: dict[str, Any], problems: list[
     if trl["save_strategy"] == "epoch":
         notes.append("checkpoint.save_every: 0, the last step; save_strategy: epoch is a number of train steps here")
     mapping["train"]["optimizer"]["warmup_steps"] = ceil(_warmup(trl, problems, notes) / updates)
+    return updates
 
 
 def _generation(trl: Settings, name: str, size: int, problems: list[Problem]) -> tuple[int, int]:
