@@ -138,7 +138,8 @@ class Link:
         message = io.BytesIO()
         pickle.dump((kind, number, specs), message)
         pickle.dump(content, message)  # apart: the other process may fail to read it, for example lack a class
-        self._unsent.put((message.getbuffer(), group))
+        # Not `getbuffer`: Python 3.13 warns where it frees a buffer with a view, for example of a message never sent.
+        self._unsent.put((message.getvalue(), group))
 
     def _send_all(self) -> None:
         with suppress(OSError):  # the other process has ended; the receiving thread fails the waiting calls

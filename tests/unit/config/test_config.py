@@ -580,7 +580,7 @@ UNREADABLE: dict[str, tuple[bytes, str]] = {
     "extends a number": (b"extends: 5\n", "extends: 5"),
     "extends a list": (b"extends: [a, b]\n", "name one file"),
     "extends a directory": (b"extends: .\n", "Is a directory"),
-    "extends a NUL": (b'extends: "a\\0b"\n', "embedded null byte"),
+    "extends a NUL": (b'extends: "a\\0b"\n', "embedded null"),
     "nested lists": (b"model: " + b"[" * 700 + b"]" * 700, "nested hundreds of levels deep"),
     "nested mappings": (b"model: " + b"{a: " * 600 + b"1" + b"}" * 600, "nested hundreds of levels deep"),
     "a value within itself": (b"model: &a {b: *a}\n", "nested hundreds of levels deep"),
