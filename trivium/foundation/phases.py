@@ -131,6 +131,8 @@ class Watcher(Protocol):
         ...
 
 
+GROUPS = "groups"
+"""The unit of the activity of a process that explores alone: its parts are the groups that it has begun."""
 _watchers: list[Watcher] = []
 _activities: list[Activity] = []
 _groups: list[Activity] = []
@@ -178,12 +180,16 @@ def activity(name: str, total: int | None = None, unit: str = "", groups: int = 
 
 @contextmanager
 def group_in_progress() -> Generator[None]:
-    """Counts the `progress` of this block for an activity over groups."""
-    group = Activity("")
+    """Counts the `progress` of this block for an activity over groups. If the current activity has the unit `GROUPS`,
+    the block is a part of it."""
+    group, whole = Activity(""), _CURRENT.get()
+    whole = whole if whole is not None and whole.unit == GROUPS else Activity("")
+    whole.total = (whole.total or 0) + 1
     token = _CURRENT.set(group)
     _groups.append(group)
     try:
         yield
+        whole.completed += 1
     finally:
         _groups.remove(group)
         _CURRENT.reset(token)

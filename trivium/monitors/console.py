@@ -157,11 +157,9 @@ class ConsoleMonitor:
         self._remaining = _Remaining(*_planned(run_dir))
         self._live: Live | None = None
         self._bars = _Bars()
-        self._lines = _Lines(self._print)
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lines = None if self._console.is_terminal else _Lines(self._print)
+        self._lock = threading.Lock()
         self._unwatch = watch(self)
-        if not self._console.is_terminal:
-            threading.Thread(target=self._repeat, name="console", daemon=True).start()
         if resume_step:
             self._print(f"{self._title}: continues after step {self._remaining.place(resume_step)}")
         elif resume_step == 0 and self._remaining.total is not None:
@@ -188,18 +186,12 @@ class ConsoleMonitor:
 
     def show(self, activities: Sequence[Activity]) -> None:
         """Shows activities: as progress bars in a terminal, else as occasional lines for long ones."""
+        if self._lines is not None:
+            self._lines.show(activities)
+            return
         with self._lock:
-            if self._console.is_terminal:
-                self._bars.show(activities)
-                self._show_live()
-            else:
-                self._lines.show(activities)
-
-    def _repeat(self) -> None:
-        """Shows long activities that report no progress."""
-        while not self._closed.wait(_QUIET_S / 60):
-            with self._lock:
-                self._lines.show(tuple(self._lines.spoken))
+            self._bars.show(activities)
+            self._show_live()
 
     def say(self, text: str) -> None:
         self._print(text)
@@ -213,7 +205,8 @@ class ConsoleMonitor:
 
     def close(self) -> None:
         self._unwatch()
-        self._closed.set()
+        if self._lines is not None:
+            self._lines.close()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -255,6 +248,18 @@ def shown(run_dir: Path) -> Generator[None]:
         yield
     finally:
         monitor.close()
+
+
+@contextmanager
+def logged_activities() -> Generator[None]:
+    """Logs a line a minute for each long activity inside this block, of a process without a monitor."""
+    lines = _Lines(_log.info)
+    unwatch = watch(lines)
+    try:
+        yield
+    finally:
+        unwatch()
+        lines.close()
 
 
 class _Remaining:
@@ -318,24 +323,43 @@ class _Bars:
 
 
 class _Lines:
-    """Prints an occasional line for each long activity."""
+    """Writes an occasional line for each long activity, also while it reports no progress."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self.spoken: dict[Activity, float] = {}
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._spoken: dict[Activity, float] = {}
         """The time of the last line of each activity, or of its start."""
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        threading.Thread(target=self._repeat, name="console", daemon=True).start()
 
     def show(self, activities: Sequence[Activity]) -> None:
+        with self._lock:
+            self._show(activities)
+
+    def say(self, text: str) -> None:
+        """Writes nothing: where lines go to the log, it has the text."""
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _repeat(self) -> None:
+        while not self._closed.wait(_QUIET_S / 60):
+            with self._lock:
+                self._show(tuple(self._spoken))
+
+    def _show(self, activities: Sequence[Activity]) -> None:
         now = time.monotonic()
         for activity in activities:
-            if now - self.spoken.setdefault(activity, activity.began) >= _QUIET_S:
-                self.spoken[activity] = now
+            if now - self._spoken.setdefault(activity, activity.began) >= _QUIET_S:
+                self._spoken[activity] = now
                 title = f"{activity.name} ({activity.phase})" if activity.phase else activity.name
-                self._say(f"{title}: {_count(activity) and f'{_count(activity)} after '}{_clock(now - activity.began)}")
-        for ended in self.spoken.keys() - set(activities):
-            del self.spoken[ended]
+                self._write(
+                    f"{title}: {_count(activity) and f'{_count(activity)} after '}{_clock(now - activity.began)}"
+                )
+        for ended in self._spoken.keys() - set(activities):
+            del self._spoken[ended]
             if now - ended.began >= _QUIET_S:
-                self._say(f"{ended.name}: took {_clock(now - ended.began)}")
+                self._write(f"{ended.name}: took {_clock(now - ended.began)}")
 
 
 def _count(activity: Activity) -> str:

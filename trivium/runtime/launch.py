@@ -20,9 +20,10 @@ from trivium.config.resume import fingerprint
 from trivium.foundation.atomic import atomic_write
 from trivium.foundation.concurrency import usable_cores
 from trivium.foundation.errors import ConfigError, ProcessDied, RoleFailed, RunDirError, first_cause
-from trivium.foundation.phases import announce
+from trivium.foundation.phases import GROUPS, activity, announce
 from trivium.foundation.registry import is_unnamed, resolve
 from trivium.loops import run as run_parts
+from trivium.monitors.console import logged_activities
 from trivium.monitors.verdict import verdict
 from trivium.planning.machine import Machine
 from trivium.planning.plan import Plan, plan_run
@@ -311,13 +312,14 @@ def explore(plan: Plan) -> dict[str, Any]:
     name, run_dir = explorer_name(config.run), Path(config.run.dir)
     board = open_board(plan.buffers, run_name(config.run))
     waiting = build_synchronizer(config.sync, board, fingerprint(config))
-    with logging_to(run_dir, f"log-{name}.txt", shown=logging.INFO):  # an explorer has no monitor
+    # An explorer has no monitor.
+    with logging_to(run_dir, f"log-{name}.txt", shown=logging.INFO), logged_activities():
         # An explorer that was killed while it wrote its address writes it again only if a stage remains.
         (run_dir / f".serve-{name}.json.writing").unlink(missing_ok=True)
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / f"model-{name}")
         number: int | None = -1
         explored = 0
-        while number != len(stages) - 1 and (number := asyncio.run(waiting.wait_for_trainer(name))) is not None:
+        while number != len(stages) - 1 and (number := _stage_of_trainer(waiting, name)) is not None:
             _log.info("stage %d: explorer %s begins", number, name)
             if day := waiting.settings.get(DAY):
                 stages = [
@@ -333,7 +335,8 @@ def explore(plan: Plan) -> dict[str, Any]:
             try:
                 if stage.num_explorers:
                     parts = build_parts(stage, endpoints, explorer=build_explorer(stage, name))
-                    run_in_loop(run_parts(parts), stage.config.workflow.deadline_s)
+                    with activity(f"stage {number}: rollouts", unit=GROUPS):
+                        run_in_loop(run_parts(parts), stage.config.workflow.deadline_s)
                 else:
                     asyncio.run(_wait_for_stage_end(synchronizer, name))
             except Exception as error:
@@ -346,6 +349,12 @@ def explore(plan: Plan) -> dict[str, Any]:
         if not explored:
             _log.warning("the run %r is finished: no task is left to explore", run_name(config.run))
     return {"explorer": name, "stages_explored": explored, "run_dir": str(run_dir)}
+
+
+def _stage_of_trainer(waiting: Synchronizer, name: str) -> int | None:
+    """Waits until a trainer runs. Returns its stage; None if the run is finished."""
+    with activity("waiting for the trainer"):
+        return asyncio.run(waiting.wait_for_trainer(name))
 
 
 async def _wait_for_stage_end(synchronizer: Synchronizer, name: str) -> None:

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from configs import tiny_model
 
 import trivium
+from tests.processes import commands
+from trivium.config import load_config
 from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.phases import Activity, watch
 
@@ -81,6 +84,34 @@ def test_each_phase_of_a_run_says_what_is_done_of_how_much(
     (total,) = {total for phase, _, total, _ in training if phase == "update/policy" and total}
     assert total > 1
     assert {done for phase, *_, done in training if phase == "update/policy"} >= {*range(1, total + 1)}
+
+
+def test_a_process_that_explores_alone_logs_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivium.monitors.console._QUIET_S", 0.1)
+    shared = {"buffer": {"kind": "sql", "url": f"sqlite:///{tmp_path / 'buffer.db'}"}, "sync": {"method": "checkpoint"}}
+    engine = {**CONFIG["engine"], "kind": f"{__file__}:SlowEngine"}
+    config = {
+        **CONFIG,
+        **shared,
+        "engine": engine,
+        "run": {"dir": str(tmp_path / "run")},
+        "rewards": [f"{__file__}:length"],
+    }
+    config["schedule"] = {**CONFIG["schedule"], "steps": 2}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    with commands(tmp_path) as start:
+        trainer = start("train", "run", str(tmp_path / "run.yaml"), "run.mode=train")
+        trivium.run(load_config(tmp_path / "run.yaml", ["run.mode=explore", "run.explorer=a"]))
+        trainer.ended(0)
+    log = (tmp_path / "run" / "log-a.txt").read_text()
+    assert re.search(r"waiting for the trainer: (took )?\d:\d\d", log)
+    assert re.search(r"loading the engine's model: \d:\d\d", log)
+    counts = [
+        (int(done), int(begun)) for done, begun in re.findall(r"rollouts: (\d+) of (\d+) groups after \d:\d\d", log)
+    ]
+    assert counts == sorted(counts)
+    assert any(done > 0 for done, _ in counts)
+    assert all(done <= begun <= 6 for done, begun in counts)
 
 
 def test_a_run_without_evaluation_returns_its_rewards_and_no_time_falls_when_it_is_continued(tmp_path: Path) -> None:
