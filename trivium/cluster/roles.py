@@ -49,7 +49,7 @@ def train(name: str, spec: StageSpec, shared: SharedActors, record: dict[str, An
     stage = spec.stage()
     store = open_store(stage.config.checkpoint, stage.run_dir, stage.config.sync.deadline_s)
     latest = store.latest()
-    monitor = build_monitor(stage.config.monitors, stage.config.usual_lr(), stage.run_dir, latest)
+    monitor = build_monitor(stage.config, stage.run_dir, latest)
     try:
         endpoints = shared.endpoints(stage, name)
         ranks = _start_ranks(stage, spec, shared)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import date as Day
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
@@ -478,6 +479,11 @@ class RunConfig(Config):
             return (self,)
         stages = [{key: value for key, value in stage.items() if key != "name"} for stage in self.stages]
         return tuple(type(self).model_validate(merged(base, stage)) for stage in stages)
+
+    @property
+    def stage_bounds(self) -> list[int]:
+        """The version that each stage begins with, and the version that the last one ends with."""
+        return [0, *accumulate(stage.schedule.steps for stage in self.stage_configs())]
 
     @property
     def buffers(self) -> tuple[BufferConfig, ...]:

@@ -58,13 +58,14 @@ def diagnose(run_dir: Path) -> Report:
         for step in chosen
     ]
     mismatched = _mismatched(run_dir, every)
-    usual_lr = _usual_lr(run)
-    current = RULES.problems(evidence_of(rows, groups=groups, mismatched=mismatched, error=error, usual_lr=usual_lr))
+    usual_lr, bounds = _usual_lr(run), _stage_bounds(run)
+    further = {"groups": groups, "mismatched": mismatched, "error": error, "usual_lr": usual_lr}
+    current = RULES.problems(evidence_of(rows, bounds, **further))
     steps = len({row["step"] for row in rows} - {0})  # step 0 is the evaluation before training
     facts = [f"{run_dir}: {steps} steps, {len(every)} rollouts of {len(chosen)} steps", run.bound()]
     too_few = f"too few steps to find what is wrong: most rules need {WINDOW}"
     no_findings = too_few if steps < WINDOW else Report.no_findings
-    return Report(facts, [*current, *earlier_problems(rows, current, usual_lr)], no_findings)
+    return Report(facts, [*current, *earlier_problems(rows, current, usual_lr, bounds)], no_findings)
 
 
 def _usual_lr(run: RecordedRun) -> float | None:
@@ -73,6 +74,14 @@ def _usual_lr(run: RecordedRun) -> float | None:
         return run.config.usual_lr()
     except TriviumError:  # the run's own code is not on this machine
         return None
+
+
+def _stage_bounds(run: RecordedRun) -> list[int]:
+    """Returns `stage_bounds` of the run; none if its config cannot be read here."""
+    try:
+        return run.stage_bounds
+    except TriviumError:
+        return []
 
 
 def _steps_to_read(run_dir: Path) -> list[int]:

@@ -13,7 +13,6 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ class RecordedRun:
     @property
     def stage_bounds(self) -> list[int]:
         """The version that each stage begins with, and the version that the last one ends with."""
-        return [0, *accumulate(stage.schedule.steps for stage in self.config.stage_configs())]
+        return self.config.stage_bounds
 
     def stage_at(self, step: int) -> tuple[int, int]:
         """Returns (number, first version) of the stage of a train step. Raises RunDirError if no stage has this

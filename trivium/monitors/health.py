@@ -39,9 +39,10 @@ class Evidence:
     """The input of the rules."""
 
     rows: Sequence[Row]
-    """The metrics of the train steps that learned from rollouts, in order, each with `step`."""
+    """The metrics of the train steps that learned from rollouts, in order, each with `step`: those of the newest stage
+    that has any."""
     evaluations: Sequence[Row] = ()
-    """Rows with metrics of an evaluation, in order."""
+    """Rows with metrics of an evaluation of this stage, in order."""
     groups: Sequence[Sequence[Group]] = ()
     """Recorded groups, step by step; none while the run is in progress."""
     recorded: Sequence[Row] = ()
@@ -308,10 +309,13 @@ def one_answer(evidence: Evidence) -> Iterator[Problem]:
 
 @RULES.rule
 def truncation(evidence: Evidence) -> Iterator[Problem]:
-    """A length limit cuts more than half of the rollouts (`rollout/truncated`), after at least 10 steps."""
+    """A length limit cuts more than half of the rollouts (`rollout/truncated`), after at least 10 steps; before, more
+    than 95 %."""
     part = evidence.recent("rollout/truncated")
-    if part > 0.5 and len(evidence.values("rollout/truncated")) >= 2 * WINDOW:
-        figures = f"{part:.0%} of rollouts end at the length limit, above 50 %: the rest of these completions is lost"
+    # A policy that learns to be brief begins with many truncated completions.
+    bound = 0.5 if len(evidence.values("rollout/truncated")) >= 2 * WINDOW else 0.95
+    if part > bound:
+        figures = f"{part:.0%} of rollouts end at the length limit, above {bound:.0%}: the rest of them is lost"
         do = "raise engine.sampling.max_new_tokens; algorithm.mask_truncated; shaping with overlong_penalty"
         yield wrong(figures, do)
 
@@ -424,10 +428,11 @@ def reward_hacking(evidence: Evidence) -> Iterator[Problem]:
 @RULES.rule
 def generalization_gap(evidence: Evidence) -> Iterator[Problem]:
     """The mean training reward of at least 3 steps around the newest evaluation is above the mean reward of that
-    evaluation by more than 30 % of the range of rewards."""
+    evaluation by more than 30 % of the range of rewards. An evaluation before training shows no gap."""
     for key, points in evidence.evaluated("eval/*/reward"):
         step, held_out = points[-1]
-        trained = evidence.sampled_at(step)
+        # All steps around an evaluation before training are later ones, by which the policy has learned more.
+        trained = evidence.sampled_at(step) if any(row["step"] <= step for row in evidence.rows) else []
         if len(trained) >= _NEAR and fmean(trained) - held_out > 0.3 * evidence.reward_range():
             figures = f"reward/mean is {fmean(trained):.3g} around step {step:.0f}, and {key} {held_out:.3g} after it"
             do = "train on more tasks, or for fewer epochs; compare the two tasksets and their sampling"
@@ -451,8 +456,8 @@ def waiting(evidence: Evidence) -> Iterator[Problem]:
 class LiveWarnings:
     """A monitor that applies the rules during the run and logs each problem once."""
 
-    def __init__(self, usual_lr: float | None = None) -> None:
-        self._usual_lr = usual_lr
+    def __init__(self, usual_lr: float | None = None, stage_bounds: Sequence[int] = ()) -> None:
+        self._usual_lr, self._stage_bounds = usual_lr, stage_bounds
         self._first: list[Row] = []
         self._newest: deque[Row] = deque(maxlen=_NEWEST)
         self._reported: set[str] = set()
@@ -466,12 +471,15 @@ class LiveWarnings:
     def problems_at(self, row: Row) -> list[Problem]:
         """Returns the problems after one more row; the rules run every `WINDOW` steps and at a non-finite value."""
         # The first rows stay for rules that compare the run with its beginning.
+        if any(self._first[-1]["step"] <= bound < row["step"] for bound in self._stage_bounds if self._first):
+            self._first.clear()
+            self._newest.clear()
         rows = self._first if len(self._first) < 2 * WINDOW else self._newest
         rows.append(row)
         if row["step"] % WINDOW and all(map(math.isfinite, row.values())):
             return []
         # `everything` is this row alone: a non-finite value of an earlier row was reported then.
-        evidence = evidence_of([*self._first, *self._newest], usual_lr=self._usual_lr)
+        evidence = evidence_of([*self._first, *self._newest], self._stage_bounds, usual_lr=self._usual_lr)
         return RULES.problems(replace(evidence, everything=[row]))
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
@@ -484,10 +492,15 @@ class LiveWarnings:
     def close(self) -> None: ...
 
 
-def earlier_problems(rows: Iterable[Row], current: Iterable[Problem], usual_lr: float | None = None) -> list[Problem]:
+def earlier_problems(
+    rows: Iterable[Row],
+    current: Iterable[Problem],
+    usual_lr: float | None = None,
+    stage_bounds: Sequence[int] = (),
+) -> list[Problem]:
     """Returns the problems at earlier rows of a run that are not among its current ones, with their steps. Those of
     `_REFUTABLE` are left out."""
-    warnings, held = LiveWarnings(usual_lr), dict[str, tuple[float, float, Problem]]()
+    warnings, held = LiveWarnings(usual_lr, stage_bounds), dict[str, tuple[float, float, Problem]]()
     for row in rows:
         for problem in warnings.problems_at(row):
             if problem.where in _REFUTABLE:
@@ -502,10 +515,14 @@ def earlier_problems(rows: Iterable[Row], current: Iterable[Problem], usual_lr: 
     ]
 
 
-def evidence_of(rows: Iterable[Row], **further: Any) -> Evidence:
-    """Collects the evidence in rows of metrics."""
+def evidence_of(rows: Iterable[Row], stage_bounds: Sequence[int] = (), **further: Any) -> Evidence:
+    """Collects the evidence in rows of metrics. Stages differ in tasks, rewards and limits, so that their steps are not
+    compared with each other."""
     everything = list(rows)
     trained = [row for row in everything if "reward/mean" in row and "train/version" in row]
-    evaluations = [row for row in everything if any(key.startswith("eval/") for key in row)]
+    newest = trained[-1]["step"] if trained else 0
+    begin = max((bound for bound in stage_bounds if bound < newest), default=0)
+    trained = [row for row in trained if row["step"] > begin]
+    evaluations = [row for row in everything if row["step"] >= begin and any(key.startswith("eval/") for key in row)]
     recorded = [row for row in everything if "train/loss/policy" in row and ("reward/mean" not in row or _PAIRS in row)]
     return Evidence(trained, evaluations, recorded=recorded, everything=everything, **further)

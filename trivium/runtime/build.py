@@ -22,7 +22,7 @@ from trivium.checkpoint.run_record import RunRecord
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.recording import recorded, scores_observations
-from trivium.config.schema import BufferConfig, Plugin, RunSection
+from trivium.config.schema import BufferConfig, RunSection
 from trivium.config.sections import CheckpointSection, SyncSection
 from trivium.evaluate import Evaluator, HeldOut, Measurements, RemoteEvaluator
 from trivium.explorer import Explorer, RolloutLimits
@@ -385,13 +385,11 @@ def build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
     )
 
 
-def build_monitor(
-    sections: Iterable[Plugin], usual_lr: float | None, run_dir: Path, latest: Checkpoint | None
-) -> FanOut:
-    """`usual_lr` is the default learning rate for what is trained, which warnings compare with."""
+def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -> FanOut:
+    """Builds the monitors of a run, or of one of its stages, and the warnings during it."""
     step = latest.step if latest is not None else 0
-    shown_by = [build("monitors", section, run_dir=run_dir, resume_step=step) for section in sections]
-    monitor = FanOut([*shown_by, LiveWarnings(usual_lr)])
+    shown_by = [build("monitors", section, run_dir=run_dir, resume_step=step) for section in config.monitors]
+    monitor = FanOut([*shown_by, LiveWarnings(config.usual_lr(), config.stage_bounds)])
     if latest is not None:
         monitor.restore(latest.state["monitor"])
     return monitor

@@ -233,7 +233,7 @@ def _local_session(
     """Trains stages in this process, with an explorer beside the trainer unless other processes explore (`run.mode:
     train`)."""
     config, settings = plan.config, fingerprint(plan.config)
-    monitor = build_monitor(config.monitors, config.usual_lr(), run_dir, latest)
+    monitor = build_monitor(config, run_dir, latest)
     board = open_board(plan.buffers, run_name(config.run))
 
     def train_stage(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:

@@ -173,6 +173,38 @@ def test_an_evaluation_is_compared_with_the_steps_around_it() -> None:
     assert earlier_problems([*late, {"step": 10, "eval/test/reward": 0.9}], []) == [], "a later evaluation refutes it"
 
 
+def test_a_policy_that_learns_quickly_has_no_gap_to_an_evaluation_before_training() -> None:
+    rows: list[Row] = [{"step": 0.0, "eval/test/reward": 0.0}]
+    for step in range(1, 6):
+        reward = {"reward/mean": min(1.0, 0.3 * step), "reward/min": 0.0, "reward/max": 1.0}
+        rows.append({"step": step, "train/version": step, **reward})
+    assert RULES.problems(evidence_of(rows)) == []
+
+
+def test_five_steps_show_that_nearly_all_completions_are_truncated() -> None:
+    def rows(truncated: float) -> Sequence[Row]:
+        return [{**row, "rollout/truncated": truncated} for row in healthy() if "reward/mean" in row][:5]
+
+    (finding,) = RULES.problems(evidence_of(rows(0.98)))
+    assert finding.where == "truncation"
+    assert RULES.problems(evidence_of(rows(0.9))) == []
+
+
+def test_stages_of_different_tasks_are_not_compared() -> None:
+    """A stage with harder tasks, and longer completions, follows one that ends well."""
+    trained = [row for row in healthy() if "reward/mean" in row]
+    lengths = {"rollout/response_tokens": 40.0, "rollout/truncated": 0.0}
+    easy = [{**row, "reward/mean": 0.9, "step": step} for step, row in enumerate(trained[-20:], 1)]
+    hard = [{**row, **lengths, "reward/mean": 0.3, "step": step} for step, row in enumerate(trained[-20:], 21)]
+    rows: list[Row] = [*easy, *hard]
+    assert {problem.where for problem in RULES.problems(evidence_of(rows))} == {"falling reward", "length explosion"}
+    bounds = [0, 20, 40]
+    assert RULES.problems(evidence_of(rows, bounds)) == []
+    assert earlier_problems(rows, [], stage_bounds=bounds) == []
+    fallen = [{**row, "reward/mean": 0.0} if row["step"] > 30 else row for row in rows]
+    assert {problem.where for problem in RULES.problems(evidence_of(fallen, bounds))} == {"falling reward"}
+
+
 def _step(row: Row) -> float:
     return row["step"]
 

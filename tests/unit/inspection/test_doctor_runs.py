@@ -215,6 +215,7 @@ SICK: dict[str, tuple[str, set[str]]] = {
     "sick-low-lr": ("learning rate too low", set()),
     "sick-zero-reward": ("equal rewards", set()),
     "sick-truncated": ("truncation", set()),
+    "sick-broken-real": ("truncation", set()),
     "sick-truncated-real": ("truncation", {"equal rewards"}),
     "sick-stale": ("staleness", {"falling reward", "equal rewards"}),
     "sick-mismatch": ("engine mismatch", set()),

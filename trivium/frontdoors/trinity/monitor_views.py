@@ -50,7 +50,7 @@ def monitor_of_run(project: str, group: str, name: str, role: str, config: objec
     run_config = run_config_of({**plain(config), "project": project, "group": group, "name": name})
     run_dir = Path(run_config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    return MonitorView(build_monitor(run_config.monitors, run_config.usual_lr(), run_dir, None))
+    return MonitorView(build_monitor(run_config, run_dir, None))
 
 
 class MonitorOfTrinity:

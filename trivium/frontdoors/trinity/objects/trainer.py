@@ -103,7 +103,7 @@ class Trainer:
             self._endpoints,
             run.store,
             run.latest,
-            build_monitor(run.config.monitors, run.config.usual_lr(), run.stage.run_dir, run.latest),
+            build_monitor(run.config, run.stage.run_dir, run.latest),
             {**carried(run.latest), "stage": 0, "pinned": []},
             lambda stage, algorithm, channel: WrappedEngine(self.engine, run, sync_method),
             partial(CoreTrainer, owner=self),

@@ -301,9 +301,7 @@ class RayPPOTrainer(Attributes):
         self, plan: Plan, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
     ) -> Generator[TrainStage]:
         """Yields the function that trains a stage. The loops run here, models and rollout engines in the workers."""
-        monitor = self._monitor = OverridableMonitor(
-            build_monitor(plan.config.monitors, plan.config.usual_lr(), run_dir, latest)
-        )
+        monitor = self._monitor = OverridableMonitor(build_monitor(plan.config, run_dir, latest))
         try:
             yield partial(self._train_stage, store=store, monitor=monitor, board=MemoryBoard())
         finally:
