@@ -6,7 +6,6 @@ completions, as a rollout of several turns does.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,19 +21,21 @@ from trivium.config import RunConfig, build, config_from_mapping, load_config, p
 from trivium.config.checks import CONFIG_RULES
 from trivium.config.reading import overlaid
 from trivium.config.saved import config_file
-from trivium.foundation.concurrency import gather_or_cancel
-from trivium.foundation.errors import ConfigError, DataError, RolloutError, RunDirError, TriviumError
+from trivium.config.schema import WorkflowConfig
+from trivium.foundation.concurrency import Turns, gather_or_cancel, wait_for
+from trivium.foundation.errors import ConfigError, DataError, DeadlineExceeded, RolloutError, RunDirError, TriviumError
 from trivium.foundation.phases import activity, progress
 from trivium.foundation.randomness import SampleKey
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.monitors.console import shown
 from trivium.policy import Policy, PromptTooLong
-from trivium.protocols import Renderer, RolloutEngine, StreamingEngine
+from trivium.protocols import Progress, Renderer, RolloutEngine, StreamingEngine
 from trivium.runtime.build import build_engine
 from trivium.runtime.checkpoint_eval import stage_at
+from trivium.runtime.main_loop import run_in_loop
 from trivium.tasks.concatenation import Sources
 from trivium.tasks.files import JsonlTasks
-from trivium.types import Message, Prompt, Sampling, StopReason, Task, with_system
+from trivium.types import Message, Prompt, Sampling, StopReason, Task, Turn, with_system
 
 NEW = "/new"
 """The line that begins a new conversation."""
@@ -55,6 +56,8 @@ class ChatModel:
     sampling: Sampling
     system: str | None
     seed: int
+    limits: WorkflowConfig
+    """Its `deadline_s` bounds each completion, its `max_concurrent` how many are sampled at once."""
     policy: Policy = field(init=False)
 
     def begin(self, number: int) -> Policy:
@@ -71,21 +74,32 @@ class ChatModel:
         it is cut or empty. Raises PromptTooLong if the conversation fills the context."""
         part = _Written(self.renderer.decode, write) if isinstance(self.engine, StreamingEngine) else None
         messages = self.prompted((*self.policy.history, Message("user", text)))
-        turn = await self.policy.generate(messages, progress=part)
+        turn = await self._generate(self.policy, messages, part)
         write(turn.text.removeprefix(part.text if part else "") + "\n")
         if turn.stop_reason is not StopReason.LENGTH:
             return "" if turn.text.strip() else "(an empty completion)"
         full = len(turn.prompt_tokens) + len(turn.tokens) >= self.engine.max_context
         return "(cut: the context is full)" if full else f"(cut: --max-new-tokens is {self.sampling.max_new_tokens})"
 
+    async def _generate(self, policy: Policy, messages: tuple[Message, ...], progress: Progress | None = None) -> Turn:
+        deadline_s = self.limits.deadline_s
+        try:
+            return await wait_for(deadline_s, policy.generate(messages, progress=progress))
+        except TimeoutError as error:
+            do = f"lower --max-new-tokens, or raise the deadline: workflow.deadline_s={2 * deadline_s:g}"
+            raise DeadlineExceeded(f"a completion of {self.name}", f"not finished within {deadline_s:g} s", do) from error
+
     def rows(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
         """A JSON row for each task: its columns, model and prompt, and completion and stop_reason, or error."""
+
+        turns = Turns(self.limits.max_concurrent)
 
         async def row(number: int, task: Task) -> dict[str, Any]:
             messages = self.prompted(task.prompt)
             prompt = [message.entry() for message in messages]
             try:
-                turn = await self.begin(number).generate(messages)
+                async with turns:
+                    turn = await self._generate(self.begin(number), messages)
                 result = {"completion": turn.text, "stop_reason": turn.stop_reason}
             except RolloutError as error:
                 result = {"error": str(error)}
@@ -93,7 +107,8 @@ class ChatModel:
             return {**task.columns, "model": self.name, "prompt": prompt, **result}
 
         with shown(Path(self.name)), activity("completions", len(tasks)):
-            return asyncio.run(gather_or_cancel(row(number, task) for number, task in enumerate(tasks)))
+            completed = gather_or_cancel(row(number, task) for number, task in enumerate(tasks))
+            return run_in_loop(completed, self.limits.deadline_s)
 
 
 class _Written:
@@ -128,7 +143,7 @@ def answer(models: Sequence[ChatModel], text: str, write: Write, note: Write) ->
     for model in models:
         if len(models) > 1:
             write(f"[{model.name}]\n")
-        if why := asyncio.run(model.answer(text, write)):
+        if why := run_in_loop(model.answer(text, write), model.limits.deadline_s):
             note(why)
 
 
@@ -176,7 +191,7 @@ def opened(
             yield models
         finally:
             for model in models:
-                asyncio.run(model.engine.close())
+                run_in_loop(model.engine.close(), model.limits.deadline_s)
 
 
 def _loaded(
@@ -200,7 +215,7 @@ def _loaded(
         engine = build_engine(stage)
     kind = f"temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
     about = f"{name}: {kind}, at most {sampling.max_new_tokens} tokens, context {engine.max_context}{about}"
-    model = ChatModel(name, about, engine, stage.renderer, sampling, system, config.run.seed)
+    model = ChatModel(name, about, engine, stage.renderer, sampling, system, config.run.seed, stage.config.workflow)
     model.begin(0)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from trivium.cli import app
 from trivium.config import config_from_mapping
+from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.errors import ConfigError, DataError, RunDirError
 from trivium.inspection.conversation import NEW, ChatModel, converse, opened, read_prompts
 from trivium.runtime.launch import run
@@ -49,6 +51,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     moved = directory / "moved"  # as after a download
     shutil.move(directory / "run", moved)
     return moved
+
+
+class SilentEngine(TorchEngine):
+    """Answers no request."""
+
+    async def _completion(self, *given: Any, **named: Any) -> Any:
+        await asyncio.Event().wait()
 
 
 def chat(*arguments: object, lines: str = "") -> Result:
@@ -193,6 +202,17 @@ def test_without_its_tasks_a_run_says_that_a_system_message_may_be_missing(run_d
     finally:
         rows.with_suffix(".away").rename(rows)
     assert (result.exit_code, str(rows) in result.stderr) == (0, True), result.output
+
+
+@pytest.mark.parametrize("file", [False, True], ids=["one prompt", "a file"])
+def test_an_engine_that_does_not_answer_is_not_waited_for(file: bool, run_dir: Path, tmp_path: Path) -> None:
+    given = ["--prompt", "red"]
+    if file:
+        (tmp_path / "prompts.txt").write_text("red\nblue\n")
+        given = ["--file", str(tmp_path / "prompts.txt")]
+    result = chat(run_dir, *given, f"engine.kind={__file__}:SilentEngine", "workflow.deadline_s=0.3")
+    assert result.exit_code == (0 if file else 1)
+    assert (result.stdout if file else result.stderr).count("not finished within 0.3 s") == (2 if file else 1)
 
 
 def test_ctrl_c_ends_a_chat_without_a_traceback(run_dir: Path) -> None:
