@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from trivium.text.tool_formats import ToolFormat
 
-_UNSENDABLE = ('{"x": 1e999}', '{"x": "\\ud800"}', '{"x": ' + "[" * 900 + "]" * 900 + "}", '{"x": NaN}')
+_UNSENDABLE = ('{"x": 1e999}', '{"x": "\\ud800"}', '{"x": ' + "[" * 200 + "]" * 200 + "}", '{"x": NaN}')
 """Arguments that no response of a server can contain."""
 TEXTS = ("", "Let me see.", "{", "[1, 2]", "f(x)", '{"name": 3}', "a {b} c", "```json\n{}\n```", "Zürich 🌍")
 
