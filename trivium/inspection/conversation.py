@@ -87,7 +87,9 @@ class ChatModel:
             return await wait_for(deadline_s, policy.generate(messages, progress=progress))
         except TimeoutError as error:
             do = f"lower --max-new-tokens, or raise the deadline: workflow.deadline_s={2 * deadline_s:g}"
-            raise DeadlineExceeded(f"a completion of {self.name}", f"not finished within {deadline_s:g} s", do) from error
+            raise DeadlineExceeded(
+                f"a completion of {self.name}", f"not finished within {deadline_s:g} s", do
+            ) from error
 
     def rows(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
         """A JSON row for each task: its columns, model and prompt, and completion and stop_reason, or error."""

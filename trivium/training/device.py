@@ -73,8 +73,9 @@ def processor_name() -> str:
     """The model of the CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    # `platform.processor` starts `uname`, whose peak memory counts all that this process holds (`peak_memory`).
+    return named[0] if named else platform.processor() or platform.machine()
 
 
 def precision_note(device: torch.device, dtype: str) -> str:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from trivium.runtime.build import algorithm_of
 from trivium.runtime.stage import Stage
 from trivium.runtime.train_engines import attached
 from trivium.sync.memory import MemoryChannel
-from trivium.training.device import precision_note
+from trivium.training.device import precision_note, processor_name
 from trivium.training.learner import Learner
 from trivium.training.passes import Passes
 from trivium.types import Batch, Media, Trajectory
@@ -509,3 +510,12 @@ def test_the_mismatch_of_a_step_is_that_before_its_first_update(model_dir):
     metrics = train_step(engine, groups, algorithm)
     assert len(updates) == 2
     assert metrics["mismatch/kl"] == updates[0] != updates[1]
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="the processor is named by /proc/cpuinfo")
+def test_no_process_is_started_to_name_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would count in the memory that the run held at most, with all that this process holds."""
+    processor_name.cache_clear()
+    monkeypatch.setattr("subprocess.Popen.__init__", None)
+    monkeypatch.setattr("platform.uname", None)
+    assert processor_name()
