@@ -12,7 +12,7 @@ from trivium.clients.hub import ModelPath
 from trivium.config import Config, ModelConfig, Plugin, RunConfig, TrainConfig, changeable, free
 from trivium.config.recording import shape_in
 from trivium.foundation.errors import MissingPackage, Problem, TriviumError
-from trivium.foundation.registry import describe
+from trivium.foundation.registry import describe, suggest
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.placement import head_precision_problems, resolve_auto
 from trivium.models.precision import HeadPrecision
@@ -232,10 +232,18 @@ def _adapter_problems(lora: LoraConfig, model: str, where: str) -> Iterator[Prob
     import torch
 
     from trivium.models.backbone.load import load_lm
-    from trivium.models.weights.lora import inject
+    from trivium.models.weights.lora import inject, linear_layers
 
     try:
-        inject(load_lm(model, dtype=torch.float32, empty=True), lora, seed=0)
+        module = load_lm(model, dtype=torch.float32, empty=True)
+        names = [f".{name}" for name, _ in module.named_modules()]
+        # peft ignores a name that no layer has beside one that some have.
+        absent = [target for target in lora.targets or () if not any(name.endswith(f".{target}") for name in names)]
+        for target in absent:
+            do = suggest(target, linear_layers(module, module))
+            yield Problem(f"{where}.targets", f"an adapter for layers named {target!r}", "the model has none", do)
+        if not absent:
+            inject(module, lora, seed=0)
     except MissingPackage:  # another rule reports it
         return
     except TriviumError as error:

@@ -490,7 +490,8 @@ def test_an_adapter_of_layers_that_the_model_lacks_is_a_problem_of_the_config(tm
         return [problem.where for problem in look(tmp_path, ROWS, change).problems]
 
     assert problems(targets=["q_proj"]) == problems(targets="all-linear") == problems(exclude=["q_proj"]) == []
-    assert problems(targets=["c_attn"]) == problems(targets=["lm_head"]) == ["train.lora"]
+    assert problems(targets=["lm_head"]) == ["train.lora"]
+    assert problems(targets=["c_attn"]) == problems(targets=["q_proj", "k_porj"]) == ["train.lora.targets"]
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
     assert "train.lora" in problems(targets=["q_proj"]), "no traceback"
