@@ -431,7 +431,7 @@ def generalization_gap(evidence: Evidence) -> Iterator[Problem]:
     evaluation by more than 30 % of the range of rewards. An evaluation before training shows no gap."""
     for key, points in evidence.evaluated("eval/*/reward"):
         step, held_out = points[-1]
-        # All steps around an evaluation before training are later ones, by which the policy has learned more.
+        # All steps around an evaluation before training are later ones: by then the policy has learned more.
         trained = evidence.sampled_at(step) if any(row["step"] <= step for row in evidence.rows) else []
         if len(trained) >= _NEAR and fmean(trained) - held_out > 0.3 * evidence.reward_range():
             figures = f"reward/mean is {fmean(trained):.3g} around step {step:.0f}, and {key} {held_out:.3g} after it"
