@@ -49,6 +49,8 @@ from trivium.foundation.randomness import SampleKey
 from trivium.loops import train_step
 from trivium.models.backbone.shape import read_shape
 from trivium.models.cpu.linear import onednn_linear
+from trivium.planning.choices import micro_batch_tokens
+from trivium.planning.model_shape import BYTES
 from trivium.rewards.judge import make_judge
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
@@ -105,13 +107,15 @@ class Ours:
             RolloutLimits(600.0, 4096),
         )
         self.algorithm = build_algorithm(GRPO.configure({"kind": "grpo"}))
+        weights = read_shape(model_dir).parameters * BYTES["float32"]
         self.train = TorchTrainEngine(
             TorchTrainEngine.Config.model_validate(
                 {
                     "dtype": args.dtype,
                     "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.0, "schedule": "constant"},
                     "max_grad_norm": 1.0,
-                    "lora": {"rank": args.lora, "alpha": args.lora} if args.lora else None,
+                    "max_tokens_per_micro_batch": micro_batch_tokens(weights, "cpu", adapter=bool(args.lora)),
+                    "lora": {"rank": args.lora, "alpha": args.lora, "push": "adapter"} if args.lora else None,
                 }
             ),
             model_dir=model_dir,
@@ -158,7 +162,7 @@ class Ours:
         asyncio.run(self.engine.close())
 
     async def _rollouts(self) -> list[Group]:
-        await self.engine.load(self.train.version, self.train.export_weights())
+        await self.engine.load(self.train.version, self.train.offered_weights())
         return await asyncio.gather(
             *(
                 self.explorer.rollout(task, [self._key(task, index) for index in range(self.args.group)])

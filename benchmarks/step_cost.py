@@ -3,6 +3,7 @@
     python benchmarks/step_cost.py --of update [--svg docs/step_cost.svg]
     python benchmarks/step_cost.py --of generation [--svg docs/step_cost_generation.svg]
     python benchmarks/step_cost.py --of loop [--svg docs/step_cost_loop.svg]
+    python benchmarks/step_cost.py --model DIR    # generation and update of a pretrained model (`floors.py`)
 
 Each series changes one size and keeps the others. Each point runs in its own process, with one torch thread in each
 engine, after a run that is not counted. A point is the processor seconds, the lesser of two runs, and how far the peak
@@ -154,11 +155,11 @@ def cost_of(work: Callable[[], object]) -> dict[str, float]:
     return {"seconds": min(seconds), "mib": status_mib("VmHWM") - before}
 
 
-def forward_and_backward(shape: ModelShape, batch: Batch) -> float:
-    """Operations of an update."""
+def forward_and_backward(shape: ModelShape, batch: Batch, adapted: int = 0) -> float:
+    """Operations of an update of all weights, or of adapters in the last `adapted` layers."""
     tree = prefixes_of(batch).tree(range(len(batch)))
     trained = sum(each.num_response_tokens for each in batch.experiences)
-    return shape.flops(tree.num_tokens, tree.num_squares, trained, backward=True)
+    return shape.flops(tree.num_tokens, tree.num_squares, trained, backward=True, adapted=adapted)
 
 
 def measure_update(model_dir: Path, sizes: Sizes) -> dict[str, float]:
@@ -296,8 +297,15 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="where the plot goes")
     parser.add_argument("--series", nargs="*", help="some of the series; default: all")
     parser.add_argument("--point", type=json.loads, help="measure one point in this process, print JSON")
-    parser.add_argument("--model", type=Path, help="the model directory of --point")
+    parser.add_argument("--model", type=Path, help="a model directory; without --point, of a pretrained model")
+    parser.add_argument("--shapes", nargs="*", default=["64x24", "32x64", "16x256", "8x1024"], help="rows x tokens")
+    parser.add_argument("--lora", type=int, default=16, help="the rank of the adapter of --model")
     options = parser.parse_args()
+    if options.model and not options.point:
+        import floors
+
+        floors.report(options.model, options.shapes, options.lora)
+        return
     part = PARTS[options.of]
     if options.point:
         torch.set_num_threads(1)
