@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.randomness import SampleKey, permutation
 from trivium.models.cpu.linear import onednn_linear
+from trivium.models.cpu.openmp import release_team
 from trivium.text.tiny import TinyModel
 from trivium.types import IntArray, Request, Sampling
 
@@ -126,6 +127,7 @@ class Generate:
                 max_new_tokens=max(limits),
                 stopping_criteria=StoppingCriteriaList([OwnLength([width + limit for limit in limits])]),
             )
+        release_team()  # else more OpenMP threads than cores slow down the engines of this process
         # A row that has ended is filled with the padding token, which is suppressed before.
         return int((output[:, width:] != 0).sum())
 
