@@ -54,7 +54,7 @@ class Ours:
 
     def __init__(self, model_dir: Path, *, invariant: bool, args: argparse.Namespace) -> None:
         self.calls = 0
-        """A part of the keys: completions that repeat those of the call before would be drafted (`speculation.py`)."""
+        """A part of the keys: each call samples other completions."""
         self.engine = TorchEngine(
             TorchEngine.Config(batch_invariant=invariant, max_rows=args.max_rows, dtype=args.dtype),
             model_dir=model_dir,

@@ -78,7 +78,7 @@ def generation_floor(shape: ModelShape, rows: int, tokens: int, products: float,
 
 def generation(model_dir: Path, rows: int, tokens: int) -> tuple[float, float]:
     """(seconds, CPU seconds), the least of three calls."""
-    config = TorchEngine.Config(max_rows=rows, max_context=PROMPT + tokens, speculation=False)
+    config = TorchEngine.Config(max_rows=rows, max_context=PROMPT + tokens)
     threads = torch.get_num_threads()
     engine = TorchEngine(config, model_dir=model_dir, eos_token_ids=frozenset({1}), decode=str, threads=threads)
     vocabulary, how = read_shape(model_dir).vocabulary, Sampling(tokens, min_new_tokens=tokens)

@@ -92,7 +92,6 @@ def test_check_prints_what_is_chosen_by_the_machine_and_the_benchmark_of_each_ru
     assert len(named) > 2
     assert all((root / name).is_file() for name in named)
     assert first["micro-batches"].startswith("2 at once")
-    assert "drafted for up to" in first["speculation"]
 
 
 def test_choices_that_a_stage_does_not_make_are_not_printed() -> None:

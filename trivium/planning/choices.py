@@ -23,11 +23,6 @@ DECODE_BYTES = 64 * MIB
 """Largest model whose rows are split over threads: every thread reads all weights, which must fit the cache."""
 DECODE_ROWS = 16
 """Smallest number of rows per thread."""
-DRAFT_STEP_ROWS = 16
-"""What a decode step costs beside its rows, in rows."""
-DRAFTED_ROWS = 16
-"""The largest number of completions in progress whose tokens are drafted. With more, a step costs little more than its
-rows, so that drafts gain less than it takes to find them."""
 PROMPT_CHUNK = 512
 """Prompts are computed in chunks that start at multiples of this, so that the shape of a chunk depends on its prompt
 alone."""
@@ -146,12 +141,6 @@ def choices(
             f"{_limit(size, DECODE_BYTES, 'weights')}, {DECODE_ROWS} rows or more for each thread; fewer rows: "
             "all threads in each operation",
             "decode.py",
-        )
-        drafted = getattr(stage.engine, "speculation", False)
-        chosen["speculation"] = Choice(
-            "off" if not drafted else f"tokens of earlier completions are drafted for up to {DRAFTED_ROWS} rows",
-            f"a step costs as much as {DRAFT_STEP_ROWS} rows, and each row or draft one more",
-            "speculation.py",
         )
     if trainer[0] == "cpu" and max_tokens is not None:
         size = trained * BYTES[trainer[1]]

@@ -5,7 +5,7 @@ Per-row state is in columns of numpy arrays, so the Python overhead of a step do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +17,11 @@ from torch import Tensor
 
 from trivium.engines.stopping import StopScan
 from trivium.engines.torch.decoder import Decoder, Prefix
-from trivium.engines.torch.drafts import Drafts, Follower
 from trivium.engines.torch.image_prompts import PromptImages
 from trivium.engines.torch.row_table import RowTable
 from trivium.engines.torch.sampling import Kept, RowSampling, on_host, sample
 from trivium.foundation.errors import DataError
 from trivium.foundation.randomness import uniforms
-from trivium.planning.choices import DRAFTED_ROWS
 from trivium.types import AnyArray, Completion, Request, StopReason
 
 SCORED = "prompt_log_prob"
@@ -53,8 +51,6 @@ class Ticket:
     kept_count: list[int] = field(default_factory=list[int], repr=False)
     prompt_log_prob: AnyArray | None = field(default=None, repr=False)
     """The log-probabilities of the prompt's tokens, if requested."""
-    follower: Follower | None = field(default=None, repr=False)
-    """What its drafts come from, once any were looked for."""
     on_tokens: Any = None
     """What the caller's event loop calls with each token, if the caller asks for a stream."""
 
@@ -62,14 +58,7 @@ class Ticket:
         """Whether the request asks for this quantity to be recorded."""
         return what in self.request.sampling.extra
 
-    @property
-    def task(self) -> tuple[str, str]:
-        """The task, whose earlier completions may be repeated."""
-        return self.request.key.taskset, self.request.key.task_id
 
-
-_LONGEST_WAIT = 3
-"""The most steps between two searches for drafts."""
 _Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], list[Kept]]
 
 
@@ -83,14 +72,9 @@ class Batch:
     """Up to `max_rows` completions in progress. Rows of finished ones are free until a request takes them."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        max_rows: int,
-        eos: frozenset[int],
-        decode: Callable[[Sequence[int]], str],
-        drafts: Drafts | None = None,
+        self, decoder: Decoder, max_rows: int, eos: frozenset[int], decode: Callable[[Sequence[int]], str]
     ) -> None:
-        self._decoder, self._decode, self._drafts = decoder, decode, drafts
+        self._decoder, self._decode = decoder, decode
         self._is_eos = np.zeros(decoder.vocab_size, np.bool_)
         self._is_eos[sorted(eos)] = True
         self._id_type = np.uint16 if decoder.vocab_size <= 2**16 else np.int32
@@ -102,8 +86,6 @@ class Batch:
         self._rows = RowTable(bucket(max_rows))
         self._streamed: list[tuple[Ticket, int, float]] = []
         """The tokens of streams that `take_streamed` has not returned yet, with their log-probabilities."""
-        self._wait = self._failed = 0
-        """Steps until drafts are looked for again, and how many searches in a row gave none that pay."""
 
     @property
     def live(self) -> int:
@@ -136,17 +118,8 @@ class Batch:
         return self._append(rows, sampled, log_prob, version)
 
     def step(self, version: int) -> list[tuple[Ticket, Any]]:
-        """Samples one more token for every row, and further ones where drafts are right. Returns (ticket, completion)
-        of finished ones."""
+        """Samples one more token for every row. Returns (ticket, completion) of finished ones."""
         self._compact()
-        if self._drafts is not None and self._live <= DRAFTED_ROWS and self._decoder.recorder is None:
-            self._wait -= 1
-            drafts = self._chosen(self._drafts) if self._wait < 0 else None
-            if drafts is not None:
-                self._failed = 0
-                return self._verify(drafts, self._drafts, version)
-            if self._wait < 0:
-                self._wait = self._failed = min(self._failed + 1, _LONGEST_WAIT)
         size = bucket(self._span)
         ahead = self._rows.ahead[:size] if self._rows.ahead[:size].any() else None
         how = self._sampling(slice(0, size))  # includes free rows: cheaper than selecting the others
@@ -163,80 +136,6 @@ class Batch:
             self._record(rows, self._decoder.recorder.take(size, 1))
         self._rows.position[rows] += 1
         return self._append(rows, sampled[rows], log_prob[rows], version)
-
-    def _chosen(self, drafts: Drafts) -> dict[int, list[int]] | None:
-        """The drafts of rows that have any; None if a step without them is better."""
-        rows = np.flatnonzero(self._rows.occupied & (self._rows.count >= self._rows.due)).tolist()
-        followers = dict[int, Follower]()
-        for row in rows:
-            ticket = self.tickets[row]
-            assert ticket is not None
-            follower = ticket.follower
-            if follower is None:
-                follower = ticket.follower = drafts.follower(ticket.task, ticket.request.prompt_tokens)
-            drafts.advance(follower, self._rows.tokens[row, follower.count : self._rows.count[row]].tolist())
-            self._rows.due[row] = follower.due
-            if follower.follows:
-                followers[row] = follower
-        if not followers:
-            return None
-        rows = [*followers]
-        remaining = (self._rows.limit[rows] - self._rows.count[rows] - 1).tolist()
-        chosen = drafts.choose([*followers.values()], remaining, self._live, bucket)
-        return None if chosen is None else dict(zip(rows, chosen, strict=True))
-
-    def _verify(self, drafted: Mapping[int, Sequence[int]], counts: Drafts, version: int) -> list[tuple[Ticket, Any]]:
-        """Samples the next tokens of all rows as several steps would, as long as the drafts are what is sampled.
-
-        A draft is one more row of the step, at the next position. The keys and values of a wrong one stay in the cache
-        until the token of that position replaces them, before any row sees them.
-        """
-        rows = np.flatnonzero(self._rows.occupied)
-        drafts = [drafted.get(row, ()) for row in rows.tolist()]
-        lengths = np.array([1 + len(draft) for draft in drafts])
-        first = np.cumsum(lengths) - lengths
-        number = int(lengths.sum())
-        # The step is padded with copies of its last row, which write the same keys and values to the same place.
-        which = np.minimum(np.arange(bucket(number)), number - 1)
-        owners = np.repeat(rows, lengths)[which]
-        depth = (np.arange(number) - np.repeat(first, lengths))[which]
-        tokens = np.empty(number, np.int64)
-        for start, row, draft in zip(first.tolist(), rows.tolist(), drafts, strict=True):
-            tokens[start] = self._rows.next[row]
-            tokens[start + 1 : start + 1 + len(draft)] = draft
-        how = self._sampling(owners, depth)
-        sampled, log_prob, candidates = self._joined(
-            self._decoder.step_parts(
-                tokens[which],
-                self._rows.position[owners] + depth,
-                self._rows.ahead[owners] if self._rows.ahead[owners].any() else None,
-                lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
-                owners,
-            )
-        )
-        # A row's tokens are valid up to the first one that differs from the draft at the next position: what comes
-        # after it was computed from that draft.
-        agreement = sampled[: number - 1] == tokens[1:]
-        num_valid = [
-            1 + (int(wrong[0]) if len(wrong := np.flatnonzero(~agreement[start : start + length - 1])) else length - 1)
-            for start, length in zip(first.tolist(), lengths.tolist(), strict=True)
-        ]
-        counts.drafted += number - len(rows)
-        tickets = [self.tickets[row] for row in rows.tolist()]
-        finished = []
-        for place in range(max(num_valid)):
-            # A completion that ended at an earlier place has left its row.
-            going = [
-                i for i, row in enumerate(rows.tolist()) if place < num_valid[i] and self.tickets[row] is tickets[i]
-            ]
-            if not going:
-                break
-            counts.accepted += len(going) if place else 0
-            chosen = first[going] + place
-            self._keep(rows[going], [candidates[index] for index in chosen.tolist()] if candidates else [])
-            self._rows.position[rows[going]] += 1
-            finished += self._append(rows[going], sampled[chosen], log_prob[chosen], version)
-        return finished
 
     def take_streamed(self) -> list[tuple[Ticket, int, float]]:
         """The tokens that rows with `on_tokens` were given since the last call, with their log-probabilities."""
@@ -268,11 +167,9 @@ class Batch:
         )
         ticket.scan = StopScan(sampling.stop, self._decode) if sampling.stop else None
 
-    def _sampling(
-        self, rows: npt.NDArray[np.int64] | slice, later: npt.NDArray[np.int64] | int = 0
-    ) -> tuple[npt.NDArray[np.float64], RowSampling]:
-        """The random number of each row's next token, or of one that comes so much `later`, and how it is sampled."""
-        count = self._rows.count[rows] + later
+    def _sampling(self, rows: npt.NDArray[np.int64] | slice) -> tuple[npt.NDArray[np.float64], RowSampling]:
+        """The random number of each row's next token, and how it is sampled."""
+        count = self._rows.count[rows]
         parameters = (
             self._rows.temperature[rows],
             self._rows.top_p[rows],
@@ -366,8 +263,6 @@ class Batch:
             reason,
             extra=_extra(ticket, count),
         )
-        if self._drafts is not None and reason is not StopReason.ABORT:
-            self._drafts.keep(ticket.task, ticket.request.prompt_tokens, completion.tokens, completion.log_prob)
         self._free(row)
         return ticket, completion
 

@@ -100,8 +100,7 @@ class Decoder:
     ) -> None:
         model = load_lm(model_dir, dtype=dtype, device=device, attention=registered(exact=exact))
         self.recurrent = follow_sequences(model)
-        """Whether layers have a recurrent state. A step changes it in place, so such a model must not decode tokens
-        that may be rejected."""
+        """Whether layers have a recurrent state, which a step changes in place."""
         _refuse_unsupported(model, exact, self.recurrent)
         self.model, self.device, self.dtype, self.exact = model, torch.device(device), dtype, exact
         self.vision = vision_of(model)
@@ -255,12 +254,10 @@ class Decoder:
         tokens: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         ahead: npt.NDArray[np.int64] | None = None,
-        cache_rows: npt.NDArray[np.int64] | None = None,
     ) -> Tensor:
         """Logits [R, V] in float32 after each row's token, which is written at the row's position. `ahead` is added to
-        the rotary position (`Prefix.ahead`); None adds nothing. `cache_rows`: the row of the cache of each token, in
-        ascending order; several tokens of one row are at positions that follow one another."""
-        return torch.cat(self.step_parts(tokens, positions, ahead, lambda logits, _: logits, cache_rows))
+        the rotary position (`Prefix.ahead`); None adds nothing."""
+        return torch.cat(self.step_parts(tokens, positions, ahead, lambda logits, _: logits))
 
     def step_parts(
         self,
@@ -268,7 +265,6 @@ class Decoder:
         positions: npt.NDArray[np.int64],
         ahead: npt.NDArray[np.int64] | None,
         use: Callable[[Tensor, slice], Result],
-        cache_rows: npt.NDArray[np.int64] | None = None,
     ) -> list[Result]:
         """As `step`, in parts: the results of `use(logits, rows)` for consecutive slices of the rows. `use` may be
         called from several threads at once."""
@@ -278,7 +274,7 @@ class Decoder:
         ids = sent(tokens, self.device)
         if self.graphs is not None:
             return [use(self.graphs(ids, where, embedded, graph_width(width)), slice(0, len(ids)))]
-        rows = self.rows.begin(where, width, None if cache_rows is None else torch.from_numpy(cache_rows))
+        rows = self.rows.begin(where, width)
         if self.layers is not None:
             self.layers.prepare(width)
         if self.workers is None or self.layers is None:
@@ -286,10 +282,7 @@ class Decoder:
         workers = max(1, min(self.workers.number, len(ids) // DECODE_ROWS))
         size = -(-len(ids) // workers)
         cuts = range(size, len(ids), size)
-        parts = [
-            slice(first, end)
-            for first, end in pairwise([0, *(cuts if cache_rows is None else _between(cache_rows, cuts)), len(ids)])
-        ]
+        parts = [slice(first, end) for first, end in pairwise([0, *cuts, len(ids)])]
 
         @torch.inference_mode()  # a setting of the thread, which workers do not inherit
         def step(part: slice) -> Result:
@@ -401,15 +394,6 @@ class Decoder:
         if self._hidden is not None:
             self._hidden.append(hidden)
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
-
-
-def _between(cache_rows: npt.NDArray[np.int64], cuts: Iterable[int]) -> list[int]:
-    """The cuts, moved so that all tokens of a row of the cache are computed by the thread that writes what they see.
-    No part has a single token, whose bits differ."""
-    changes = np.flatnonzero(np.diff(cache_rows)) + 1
-    changes = changes[(changes > 1) & (changes < len(cache_rows) - 1)]
-    near = {int(changes[np.abs(changes - cut).argmin()]) for cut in cuts} if len(changes) else set[int]()
-    return [cut for before, cut in pairwise([0, *sorted(near)]) if cut - before > 1]
 
 
 class Unread(Exception):

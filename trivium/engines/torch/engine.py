@@ -23,10 +23,9 @@ from trivium.engines.reporting import call_on
 from trivium.engines.servable import check_request
 from trivium.engines.torch.batch import SCORED, Batch, Ticket
 from trivium.engines.torch.decoder import Decoder, Prefix, Unread, padded_length
-from trivium.engines.torch.drafts import Drafts
 from trivium.engines.torch.image_prompts import PromptImages
 from trivium.engines.torch.section import DescribedTorchEngine, resolve_context, resolve_invariance
-from trivium.engines.torch.selfcheck import check_decoder, first_layers, verifies_drafts
+from trivium.engines.torch.selfcheck import check_decoder, first_layers
 from trivium.foundation.errors import DataError, RolloutError, SyncError
 from trivium.models.cpu import linear
 from trivium.models.cpu.openmp import release_team
@@ -153,7 +152,7 @@ class TorchEngine(DescribedTorchEngine):
         self._done: list[tuple[_Item, Any]] = []
         """Items with their results or errors, until `_deliver`."""
         self.counters: dict[str, int] = dict.fromkeys(
-            ("prompts_read", "prompt_tokens_read", "steps", "tokens_sampled", "tokens_drafted", "drafts_accepted"), 0
+            ("prompts_read", "prompt_tokens_read", "steps", "tokens_sampled"), 0
         )
         """Counts of the work done so far, for measurements."""
         started: ThreadFuture[tuple[int, int]] = ThreadFuture()
@@ -280,11 +279,7 @@ class TorchEngine(DescribedTorchEngine):
             with torch.inference_mode():
                 with first_layers(self._decoder):
                     check_decoder(self._decoder, max_context)
-                    drafted = self.config.speculation and verifies_drafts(self._decoder, max_context)
-                self._drafts = Drafts() if drafted else None
-                self._batch = Batch(
-                    self._decoder, self.config.max_rows or MAX_ROWS, self._eos, self._decode, self._drafts
-                )
+                self._batch = Batch(self._decoder, self.config.max_rows or MAX_ROWS, self._eos, self._decode)
         except BaseException as error:  # raised in the constructor
             started.set_exception(error)
             return
@@ -306,9 +301,6 @@ class TorchEngine(DescribedTorchEngine):
             if self._batch.live:
                 self._finish(self._batch.step(self._version))
                 self.counters["steps"] += 1
-                if self._drafts is not None:
-                    self.counters["tokens_drafted"] = self._drafts.drafted
-                    self.counters["drafts_accepted"] = self._drafts.accepted
             self._deliver()
         waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
         self._finish(self._batch.abort())

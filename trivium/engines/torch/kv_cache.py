@@ -128,13 +128,11 @@ class RowCache:
             for tensor in layer:
                 tensor[row, :, :length] = tensor[source, :, :length]
 
-    def begin(self, positions: Tensor, width: int, cache_rows: Tensor | None = None) -> StepRows:
-        """A decode step: row r writes at positions[r] and sees the first `width` positions, whole pages. With
-        `cache_rows` it writes to and sees row cache_rows[r] of the cache; several rows of the step may share one, at
-        positions that follow one another."""
+    def begin(self, positions: Tensor, width: int) -> StepRows:
+        """A decode step: row r writes at positions[r] and sees the first `width` positions, whole pages."""
         self._used = 0, 0  # rows and positions of completions that ended need no room in the next, larger cache
-        self.reserve(len(positions) if cache_rows is None else int(cache_rows.max()) + 1, width)
-        return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width, cache_rows)
+        self.reserve(len(positions), width)
+        return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width)
 
     def _sent(self, numbers: Sequence[int]) -> Tensor:
         return sent(np.array(numbers), self._device)
@@ -168,13 +166,10 @@ class StepRows:
         rows: slice,
         positions: Tensor,
         width: int,
-        cache_rows: Tensor | None = None,
     ) -> None:
         """Selects `rows` of `layers`, keys and values [all rows, K, S, D], and of the flattened `slots` [all rows * K *
-        S, D]; with `cache_rows`, those rows instead, which are copied. The rows write at `positions` and see the first
-        `width` positions."""
+        S, D]. The rows write at `positions` and see the first `width` positions."""
         self._layers, self._slots, self._rows, self.positions, self._width = layers, slots, rows, positions, width
-        self._cache_rows = cache_rows
         self._index: dict[int, Tensor] = {}
         self._bags: Bags | None = None
         self._masks: dict[int, Tensor] = {}
@@ -183,16 +178,14 @@ class StepRows:
         """A slice of these rows."""
         first = self._rows.start
         whole = slice(first + rows.start, first + rows.stop)
-        cache_rows = None if self._cache_rows is None else self._cache_rows[rows]
-        return StepRows(self._layers, self._slots, whole, self.positions[rows], self._width, cache_rows)
+        return StepRows(self._layers, self._slots, whole, self.positions[rows], self._width)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Writes one new position per row, keys and values [R, K, 1, D]; returns all that the rows attend to, [R, K, S,
         D]."""
         self._write(keys, values, layer)
         kept_keys, kept_values = self._layers[layer]
-        rows = self._rows if self._cache_rows is None else self._cache_rows
-        return kept_keys[rows, :, : self._width], kept_values[rows, :, : self._width]
+        return kept_keys[self._rows, :, : self._width], kept_values[self._rows, :, : self._width]
 
     def append(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """As `update` for keys and values [R, K, D], in few operations: returns the keys [R * K, D, width], and the
@@ -201,12 +194,8 @@ class StepRows:
         cached_keys, (_, table) = self._layers[layer][0], self._slots[layer]
         _, heads, length, size = cached_keys.shape
         number, first = len(self.positions) * heads, self._rows.start * heads * length * size
-        if self._cache_rows is None:
-            # One view of rows and heads together, which the batched product reads without a copy.
-            return cached_keys.as_strided((number, size, self._width), (length * size, 1, size), first), table
-        every = cached_keys.as_strided((len(cached_keys) * heads, self._width * size), (length * size, 1))
-        selected = every.index_select(0, (self._number[:, None] * heads + torch.arange(heads)).view(-1))
-        return selected.view(number, self._width, size).transpose(1, 2), table
+        # One view of rows and heads together, which the batched product reads without a copy.
+        return cached_keys.as_strided((number, size, self._width), (length * size, 1, size), first), table
 
     def bags(self, heads: int) -> Bags:
         """The values that the query heads of each row attend to, in the table of `append`. Masked positions have the
@@ -237,8 +226,6 @@ class StepRows:
     @property
     def _number(self) -> Tensor:
         """The row of the cache that each row writes to."""
-        if self._cache_rows is not None:
-            return self._cache_rows
         return torch.arange(self._rows.start, self._rows.stop, device=self.positions.device)
 
     def _write(self, keys: Tensor, values: Tensor, layer: int) -> None:

@@ -101,8 +101,7 @@ class StatefulRowCache(RowCache):
         for state in self.states.values():
             state[row] = state[source]
 
-    def begin(self, positions: Tensor, width: int, cache_rows: Tensor | None = None) -> StatefulStepRows:
-        assert cache_rows is None, "a state that several tokens changed cannot be taken back"
+    def begin(self, positions: Tensor, width: int) -> StatefulStepRows:
         super().begin(positions, width)
         rows = slice(0, len(positions))
         step = StatefulStepRows(self.layers, self._slots, rows, positions, width)

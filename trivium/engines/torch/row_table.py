@@ -40,15 +40,13 @@ class RowTable:
         self.top_k = np.zeros(size, np.int64)
         self.min_p = np.zeros(size, np.float32)
         self.min_new = np.zeros(size, np.int64)
-        self.due = np.zeros(size, np.int64)
-        """The count from which drafts are looked for."""
         self.tokens = np.zeros((size, tokens), np.int32)
         self.log_prob = np.zeros((size, tokens), np.float32)
         self.version = np.zeros((size, tokens), np.int32)
 
     def assign(self, row: int, sampling: Sampling, **values: Any) -> None:
         """Occupies a row for a completion without tokens. `values` are those of further columns."""
-        self.occupied[row], self.count[row], self.due[row] = True, 0, 0
+        self.occupied[row], self.count[row] = True, 0
         self.temperature[row], self.min_new[row] = sampling.temperature, sampling.min_new_tokens
         self.top_p[row], self.top_k[row], self.min_p[row] = sampling.top_p, sampling.top_k, sampling.min_p
         for name, value in values.items():

@@ -25,10 +25,6 @@ class DescribedTorchEngine:
         """Whether a GPU runs decode steps as CUDA graphs, which is several times faster."""
         batch_invariant: bool | None = None
         """Whether a completion's bits are independent of the rest of its batch; unset: true for float32 on the CPU."""
-        speculation: bool = free(True)
-        """Whether a decode step on the CPU may also compute tokens that earlier completions of the same task make
-        likely (speculative decoding), where it gives more tokens for its time. Tokens and log-probabilities are the
-        same, with `batch_invariant` to the bit."""
         max_rows: int | None = free(None, chosen=True, ge=1)
         """Completions that decode at once; each holds keys and values for its whole context. Unset: chosen like
         `train.max_tokens_per_micro_batch`, at most 512."""

@@ -115,29 +115,6 @@ def _same_with_threads(decoder: Decoder, max_context: int) -> bool:
     return True
 
 
-def verifies_drafts(decoder: Decoder, max_context: int) -> bool:
-    """Whether several tokens of a row may be computed in one step, with the log-probabilities of as many steps: to the
-    bit for a batch-invariant decoder. Only in float32 on the CPU, and without recurrent states, which cannot be taken
-    back. Logs a warning if the log-probabilities differ."""
-    if decoder.device.type != "cpu" or decoder.dtype != torch.float32 or decoder.recurrent:
-        return False
-    probes, half = _probes(decoder, max_context)
-    probes = probes[:, : half + 5]
-    count, length = probes.shape
-    after = _teach(decoder, probes, half)[:, 1:]
-    decoder.place(decoder.read(list(probes[:, :half].astype(np.int32))), range(count))
-    drafted = length - 1 - half
-    if not drafted:
-        return False
-    positions, cache_rows = np.tile(np.arange(half, length - 1), count), np.repeat(np.arange(count), drafted)
-    at_once = decoder.step(probes[:, half : length - 1].reshape(-1), positions, cache_rows=cache_rows).log_softmax(-1)
-    at_once = at_once.view(after.shape)
-    if torch.equal(at_once, after) or (not decoder.exact and float((at_once - after).abs().max()) < _TOLERANCE):
-        return True
-    _log.warning("engine.speculation is off: a step with several tokens of a row has other log-probabilities")
-    return False
-
-
 def _probes(decoder: Decoder, max_context: int) -> tuple[np.ndarray, int]:
     """Tokens [4, L], and how many of them are a prompt."""
     length = min(20, max_context - 1)  # at least two rows: the engine never runs a step with one
