@@ -329,6 +329,44 @@ async def test_an_adapter_after_foreign_weights_is_added_to_the_base(tmp_path: P
         await engine.close()
 
 
+async def test_the_base_is_that_of_the_files_whatever_type_the_config_names(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    settings = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+    module = attach(load(directory), LoraConfig(rank=2, targets=("q_proj",)), seed=0)
+    engine = engine_for(directory)
+    try:
+        await engine.load(1, [(name, tensor + 1) for name, tensor in load(directory).state_dict().items()])
+        await engine.load(2, list(pushed_adapter(module)))
+        held = dict(await engine.weights())
+        assert all(torch.equal(held[name], tensor) for name, tensor in merged_state(module))
+    finally:
+        await engine.close()
+
+
+async def test_a_base_that_changes_in_its_file_is_refused_and_the_next_adapter_replaces_all_of_the_last(
+    tmp_path: Path,
+) -> None:
+    directory = write_model(tmp_path)
+    file = directory / "model.safetensors"
+    everything = attach(load(directory), LoraConfig(rank=2), seed=0)
+    some = attach(load(directory), LoraConfig(rank=2, targets=("v_proj",)), seed=0)
+    engine = engine_for(directory)
+    try:
+        await engine.load(0, list(pushed_adapter(everything)))
+        change(everything)
+        whole = file.read_bytes()
+        file.write_bytes(whole[: 9 * len(whole) // 10] + bytes(len(whole) - 9 * len(whole) // 10))
+        with refused(SyncError, str(directory)):
+            await engine.load(1, list(pushed_adapter(everything)))
+        file.write_bytes(whole)
+        await engine.load(2, list(pushed_adapter(some)))
+        held = dict(await engine.weights())
+        assert all(torch.equal(held[name], tensor) for name, tensor in merged_state(some))
+    finally:
+        await engine.close()
+
+
 async def test_an_adapter_that_is_not_whole_or_of_another_model_changes_nothing(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model")
     module = attach(load(directory), LoraConfig(rank=2), seed=0)

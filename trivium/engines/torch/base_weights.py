@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from trivium.foundation.errors import SyncError
 from trivium.models.backbone.load import load_lm
 from trivium.models.weights.lora import fingerprint
 from trivium.models.weights.saved_tensors import SafetensorsFiles, weight_files
@@ -27,21 +29,32 @@ class BaseWeights:
         """Makes weights available. `held`: their values in the model, which are those that it was loaded with."""
         missing = {name: weight for name, weight in held.items() if name not in self._fingerprints}
         if kept := [name for name, weight in missing.items() if not self._is_in_files(name, weight)]:
-            loaded = self.load()
+            loaded = self.load("auto")
             self._kept |= {name: loaded[name] for name in kept}
-        self._fingerprints |= {name: fingerprint(self.read(name)) for name in missing}
+        self._fingerprints |= {name: fingerprint(self._value(name)) for name in missing}
 
     def fingerprint(self, name: str) -> int:
         """That of a weight that was added."""
         return self._fingerprints[name]
 
     def read(self, name: str) -> Tensor:
-        """A weight that was added, in the type of its file, which may be more precise than the engine's."""
-        return self._kept[name] if name in self._kept else self._from_files(name)
+        """A weight that was added, in the type of its file, which may be more precise than the engine's. Raises
+        SyncError if the file changed since."""
+        weight = self._value(name)
+        if fingerprint(weight) != self._fingerprints[name]:
+            raise SyncError(
+                f"add an adapter to {name} of {self._model_dir}",
+                "the file was written to since the engine began to use it",
+                "leave the files of a model as they are while a run uses them, and start the run again",
+            )
+        return weight
 
-    def load(self) -> dict[str, Tensor]:
-        """All weights and buffers of the model."""
-        return load_lm(self._model_dir, dtype="auto", attention=None).state_dict()
+    def load(self, dtype: torch.dtype | Literal["auto"]) -> dict[str, Tensor]:
+        """All weights and buffers of the model in a type; `auto` as in `load_lm`."""
+        return load_lm(self._model_dir, dtype=dtype, attention=None).state_dict()
+
+    def _value(self, name: str) -> Tensor:
+        return self._kept[name] if name in self._kept else self._from_files(name)
 
     def _from_files(self, name: str) -> Tensor:
         entry = self._files.entries[name]

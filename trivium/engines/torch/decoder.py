@@ -328,7 +328,8 @@ class Decoder:
     def _add(self, adapter: Mapping[str, LowRank]) -> None:
         """Sets the weights to the base model plus this adapter, independent of earlier loads."""
         state = self.model.state_dict(keep_vars=True)
-        base = state if self._is_base else self._base.load()
+        # In the engine's type: `auto` is that of config.json, and rounds files that are more precise.
+        base = state if self._is_base else self._base.load(self.dtype)
         self._base.add({name: base[name].detach() for name in adapter.keys() - self._adapted})
         check_base(adapter, self._base.fingerprint)
         if not self._is_base:
@@ -341,9 +342,9 @@ class Decoder:
                 continue  # a new adapter changes nothing yet
             weight = self._base.read(name)  # one at a time, so that only one merged layer is in memory
             value = weight if added is None else merged(weight.to(self.device), added)
+            self._adapted.add(name)  # before the copy: a load that fails here leaves it to the next one
             state[name].data.copy_(value)
             _compare(name, value, state[name].data, name)
-        self._adapted |= adapter.keys()
 
     def _replace(self, specs: Sequence[TensorSpec], weights: Iterable[tuple[str, Tensor]]) -> None:
         state = self.model.state_dict(keep_vars=True)
