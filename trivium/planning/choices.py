@@ -132,8 +132,8 @@ def choices(
         size = parameters * BYTES[engine[1]]
         rows = decoding_threads(size, threads)
         chosen["engine weights"] = Choice(
-            "stored again in oneDNN's order" if size <= PACKED_BYTES else "stored once, but for the output layer",
-            _limit(size, PACKED_BYTES, "weights"),
+            "stored again in oneDNN's order" if size <= PACKED_BYTES else "stored once",
+            f"{_limit(size, PACKED_BYTES, 'weights')}; an output layer of that size again in any case",
             "decode.py",
         )
         chosen["decode steps"] = Choice(
@@ -145,7 +145,7 @@ def choices(
     if trainer[0] == "cpu" and max_tokens is not None:
         size = trained * BYTES[trainer[1]]
         workers = updating_threads(size, threads, max_tokens) if parallel else 1
-        limit = f"{_limit(size, UPDATE_BYTES, 'gradients')} for all threads together, {UPDATE_TOKENS} tokens each"
+        limit = f"{_limit(size, UPDATE_BYTES, 'gradients')} for all threads together, up to {UPDATE_TOKENS} tokens each"
         chosen["micro-batches"] = Choice(
             f"{workers} at once, a thread each" if workers > 1 else f"one at a time, {threads} thread(s)",
             limit if parallel else "at once only with one rank and a model that reads text only",

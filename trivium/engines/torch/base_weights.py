@@ -58,7 +58,8 @@ class BaseWeights:
 
     def _from_files(self, name: str) -> Tensor:
         entry = self._files.entries[name]
-        weight = torch.empty(entry.shape, dtype=entry.dtype)  # pyright: ignore[reportArgumentType]  (`_is_in_files`)
+        assert isinstance(entry.dtype, torch.dtype)  # `_is_in_files`
+        weight = torch.empty(entry.shape, dtype=entry.dtype)
         self._files.copy_rows(name, 0, weight)
         return weight
 

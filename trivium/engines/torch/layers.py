@@ -2,8 +2,8 @@
 fused into the matrix products, and a step runs little Python.
 
 They support the families in `_FAMILIES`. The engine compares them with the model's own forward pass before it serves
-(`trivium.engines.torch.selfcheck`). They share the weights of the model, which they store in another order. A model of
-up to `PACKED_BYTES`, and an output layer of up to this size, have a second copy in oneDNN's layout
+(`trivium.engines.torch.selfcheck`). They share the weights of the model, and store those in float32 in another order. A
+model of up to `PACKED_BYTES`, or else an output layer of up to this size, has a second copy in oneDNN's layout
 (`trivium.models.cpu.linear.reordered`), which `refresh` makes again after a load.
 
 Legend: N tokens (B sequences of L), C width, H query heads, K key-value heads, D head size.
