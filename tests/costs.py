@@ -1,7 +1,8 @@
 """What tests cost in CPU seconds: which belong to `make test`, which files run first, and whether `make test` grew.
 
 costs.json has the seconds of each file as one machine measured them in a run of all tests (`make costs`), and its
-functions that are slow. Another machine needs other seconds, in about the same proportions.
+functions that are slow. Another machine needs other seconds, in about the same proportions. The sums by folder are in
+CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ import pytest
 
 ROOT = Path(__file__).parent
 FILE = ROOT / "costs.json"
+PAGE = ROOT.parent / "CONTRIBUTING.md"
+_TABLE = "| tests | all | `make test` |\n|---|---|---|\n"
+"""The head of the table in that page. CPU seconds."""
+_FEW = 15.0
+"""Folders that cost fewer CPU seconds share a row."""
 MOST = 0.5
 """CPU seconds, on the machine of costs.json, that each case of a test of `make test` needs at most."""
 GROWTH = 1.2
@@ -94,6 +100,26 @@ def write(costs: Mapping[str, float]) -> None:
         for file, each in sorted(now.items())
     }
     FILE.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), now), encoding="utf-8")
+
+
+def with_table(page: str, now: Mapping[str, Recorded]) -> str:
+    """The page with the costs by folder in its table."""
+    folders = defaultdict[str, list[float]](lambda: [0.0, 0.0])
+    for file, recorded in now.items():
+        for name in ("/".join(file.split("/")[:-1][:2]) or ".", "all"):
+            folders[name][0] += recorded.seconds
+            folders[name][1] += recorded.quick
+    for name in [name for name, (seconds, _) in folders.items() if seconds < _FEW and name != "all"]:
+        for place, seconds in enumerate(folders.pop(name)):
+            folders["the others"][place] += seconds
+    last = ["the others", "all"]
+    order = sorted(folders, key=lambda name: (last.index(name) if name in last else -1, -folders[name][0], name))
+    shown = {name: name if name in last else f"`{name}`" for name in order} | {".": "the root"}
+    rows = [f"| {shown[name]} | {folders[name][0]:.0f} | {folders[name][1]:.0f} |\n" for name in order]
+    before, head, rest = page.partition(_TABLE)
+    _, end, after = rest.partition("\n\n")
+    return before + head + "".join(rows).rstrip("\n") + end + after
 
 
 def grown(costs: Mapping[str, float], skipped: Collection[str] = ()) -> list[str]:
