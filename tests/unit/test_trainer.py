@@ -165,13 +165,13 @@ async def test_where_the_time_of_a_run_goes_is_summed_over_its_steps_and_evaluat
 async def test_rollouts_of_the_next_step_under_an_evaluation_are_time_of_that_step(tmp_path: Path) -> None:
     """Two rollouts of the evaluation and six of the next step run at the same time."""
     cadence = Cadence(ends=True)
-    played = Run(tmp_path, steps=1, save_every=0, cadence=cadence, evaluated=True, rollout_s=0.4)
+    played = Run(tmp_path, steps=1, save_every=0, cadence=cadence, evaluated=True, rollout_s=1.0)
     trainer = await played.play()
     first, step, last = (row for _, row in played.monitor.rows)
-    assert step["time/wait"] > 0.2 > first["time/evaluate"]
+    assert step["time/wait"] > max(0.5, first["time/evaluate"]), "three quarters of a second, and one"
     assert step["time/step"] > step["time/wait"]
-    assert last["time/evaluate"] > 0.4, "nothing else was rolled out"
-    assert trainer.run_record["time"]["wait"] == pytest.approx(step["time/wait"], abs=0.1)
+    assert last["time/evaluate"] > 1.0, "nothing else was rolled out"
+    assert step["time/wait"] <= trainer.run_record["time"]["wait"] < 1.5 * step["time/wait"]
     assert "time/rollouts_for_training" not in first
 
 
