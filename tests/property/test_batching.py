@@ -1,5 +1,7 @@
 """Cutting and packing lose nothing, split nothing and keep the budget."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from trivium.models.backbone.packed import pack
 from trivium.models.heads.loss import LossDenominators
-from trivium.training.batching import collate, count, cut, units
+from trivium.training.batching import collate, count, cut, first_pass, joined_shares, units
 from trivium.types import Batch, Experience
 
 lengths_of = st.lists(st.integers(1, 60), min_size=1, max_size=24)
@@ -93,3 +95,23 @@ def test_units_leave_out_what_teaches_nothing():
     assert units(batch, "sequence") == [[0], [3]]
     assert units(batch, "pair") == units(batch, "group") == [[0, 1], [2, 3]]
     assert count(batch, max_response_length=8) == LossDenominators(tokens=4, sequences=2, max_response_length=8)
+
+
+def members(numbers):
+    """A batch with a sequence of each of these members of one group."""
+    return Batch(tuple(replace(experience(5), index=number) for number in numbers))
+
+
+def numbers(batch):
+    return [e.index for e in batch.experiences]
+
+
+def test_shares_of_ranks_lose_only_members_whose_sequences_are_on_several_of_them():
+    assert numbers(joined_shares([members([0, 1, 1]), members([2, 3]), members([3, 4])])) == [0, 1, 1, 2, 4]
+    assert joined_shares([]) is None
+    assert joined_shares([members([0]), members([0])]) is None
+
+
+def test_the_first_pass_ends_where_a_member_comes_again():
+    assert numbers(first_pass([members([0, 1]), members([2, 2]), members([1, 2]), members([0])])) == [0, 1, 2, 2]
+    assert first_pass([]) is None
