@@ -6,6 +6,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from typing import Any
 # its core, where it would turn in a loop.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# oneDNN and torch's layer over it each keep the kernels of the last 1,024 shapes, of half a megabyte each: in a process
+# that runs many tests, over a gigabyte. To compile one again takes less than a millisecond.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 
 import costs
 import pytest
@@ -139,7 +144,16 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
             read, write = settings[name]
             if read() != value:
                 write(value)
+        _return_freed_memory()
     return done
+
+
+def _return_freed_memory() -> None:
+    """Returns to the system what the tests of a file have freed. `trivium.models.cpu.allocator` keeps it, because a run
+    repeats the sizes of its tensors; the next file has others."""
+    libc = CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc's
+        libc.malloc_trim(0)
 
 
 def _of_torch() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:

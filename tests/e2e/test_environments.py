@@ -19,9 +19,9 @@ from typing import Any
 import agent_game
 import guessing
 import pytest
-from anthropic import AsyncAnthropic
 
 from tests.e2e.test_kill import outcome_of
+from tests.serving import anthropic
 from tests.waiting import until
 from trivium.buffers.journal import Journal
 from trivium.config import config_from_mapping, load_config, merged
@@ -131,7 +131,7 @@ async def play(url: str, task: str, index: int) -> None:
     tools: Any = [{key: TOOL[key] for key in ("name", "description")} | {"input_schema": TOOL["parameters"]}]
     messages: list[Any] = [{"role": "user", "content": "digit?"}]
     game = agent_game.Game(int(task))
-    async with AsyncAnthropic(base_url=url, api_key="none") as client:
+    async with anthropic(url, retries=2) as client:
         for _ in range(12):
             asked: dict[str, Any] = {"model": "policy", "max_tokens": 1, "tools": tools, "messages": messages}
             asked["extra_body"] = {**labels, "row": row}

@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from training_parts import make_engine
 from vision_parts import picture
 
-from tests.serving import RENDERER, VOCABULARY, Babbler, Served, served
+from tests.serving import RENDERER, VOCABULARY, Babbler, Served, anthropic, served
 from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.randomness import uniforms
 from trivium.text.renderer import ChatRenderer, renderer_of
@@ -219,7 +218,7 @@ class Episode:
         for _ in range(turns):
             if self.stream:
                 async with (
-                    AsyncAnthropic(base_url=self.here.url, api_key="none", max_retries=0) as client,
+                    anthropic(self.here.url) as client,
                     client.messages.stream(
                         model="policy", messages=messages, extra_body=self.labels, **asked
                     ) as stream,

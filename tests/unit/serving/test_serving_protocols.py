@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from anthropic import AsyncAnthropic, AuthenticationError, BadRequestError
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from openai import BadRequestError as OpenAIBadRequest
 
-from tests.serving import RENDERER, Served, served
+from tests.serving import RENDERER, Served, anthropic, served
 from trivium.serving.completion_parts import Recorded, Written, answer_of, completion_id, part_id, written
 from trivium.text.tool_formats import HERMES, MAX_DEPTH, CallableTools
 from trivium.types import forks_of
@@ -28,10 +27,6 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 TOOL: Any = {"name": "weather", "description": "The weather in a city.", "input_schema": SCHEMA}
 FUNCTION: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
 LABELS: Any = {"session": "s", "task_id": "t"}
-
-
-def anthropic(here: Served, key: str = "none") -> AsyncAnthropic:
-    return AsyncAnthropic(base_url=here.url, api_key=key, max_retries=0)
 
 
 def openai(here: Served) -> AsyncOpenAI:
@@ -56,7 +51,7 @@ def assert_one_sequence(here: Served, turns: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_loop_over_messages_is_one_sequence(stream: bool, tmp_path: Path) -> None:
-    async with served(tmp_path, group_size=1, **saying(THOUGHT)) as here, anthropic(here) as client:
+    async with served(tmp_path, group_size=1, **saying(THOUGHT)) as here, anthropic(here.url) as client:
         messages: list[Any] = [{"role": "user", "content": "Warm?"}]
         asked: dict[str, Any] = {
             "model": "policy",
@@ -116,7 +111,7 @@ async def test_what_a_policy_writes_into_arguments_can_be_sent_and_sent_back(
 
 
 async def test_stripped_thinking_starts_another_sequence(tmp_path: Path) -> None:
-    async with served(tmp_path, group_size=1, **saying(THOUGHT)) as here, anthropic(here) as client:
+    async with served(tmp_path, group_size=1, **saying(THOUGHT)) as here, anthropic(here.url) as client:
         asked: dict[str, Any] = {"model": "policy", "max_tokens": 99, "tools": [TOOL], "extra_body": LABELS}
         asked["thinking"] = {"type": "adaptive"}
         messages: list[Any] = [{"role": "user", "content": "Warm?"}]
@@ -137,7 +132,7 @@ async def test_stripped_thinking_starts_another_sequence(tmp_path: Path) -> None
 
 
 async def test_why_a_message_ended_and_how_long_a_prompt_is(tmp_path: Path) -> None:
-    async with served(tmp_path, **saying("one two three")) as here, anthropic(here) as client:
+    async with served(tmp_path, **saying("one two three")) as here, anthropic(here.url) as client:
         messages: list[Any] = [{"role": "user", "content": "Count."}]
         whole = await client.messages.create(model="policy", messages=messages, max_tokens=150)
         assert (whole.stop_reason, whole.content[0].to_dict()["text"]) == ("end_turn", "one two three")
@@ -162,14 +157,16 @@ async def test_why_a_message_ended_and_how_long_a_prompt_is(tmp_path: Path) -> N
 
 
 async def test_an_unsupported_message_is_refused_in_anthropics_form(tmp_path: Path) -> None:
+    from anthropic import AuthenticationError, BadRequestError
+
     async with served(tmp_path, api_key="secret") as here:
         user = {"role": "user", "content": "x"}
-        async with anthropic(here, "other") as stranger:
+        async with anthropic(here.url, "other") as stranger:
             with pytest.raises(AuthenticationError) as unauthorized:
                 await stranger.messages.create(model="policy", messages=[user], max_tokens=3)  # pyright: ignore
         assert unauthorized.value.body["error"]["type"] == "authentication_error"  # pyright: ignore
         document = {"type": "document", "source": {"type": "url", "url": "https://example.org/a.pdf"}}
-        async with anthropic(here, "secret") as client:
+        async with anthropic(here.url, "secret") as client:
             for key, more in {
                 "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "any"}},
                 "tools[0]": {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
@@ -330,7 +327,7 @@ async def test_items_without_ids_are_one_completion(tmp_path: Path) -> None:
 
 async def test_an_empty_thinking_block_continues_its_tokens(tmp_path: Path) -> None:
     text = "<think>\n\n</think>\n\nHello"
-    async with served(tmp_path, group_size=1, **saying(text)) as here, anthropic(here) as client:
+    async with served(tmp_path, group_size=1, **saying(text)) as here, anthropic(here.url) as client:
         asked: dict[str, Any] = {"model": "policy", "max_tokens": 99, "thinking": {"type": "adaptive"}}
         messages: list[Any] = [{"role": "user", "content": "Hi"}]
         answer = await client.messages.create(messages=messages, extra_body=LABELS, **asked)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from anthropic import APIStatusError, AsyncAnthropic
 from example_counts import number_of
 from failing import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI
 
-from tests.serving import RENDERER, Babbler, Served, served
+from tests.serving import RENDERER, Babbler, Served, anthropic, served
 from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.errors import RolloutError
 from trivium.foundation.registry import resolve
@@ -116,7 +115,7 @@ async def chat_stream(here: Served) -> dict[str, Any]:
 async def message_stream(here: Served) -> dict[str, Any]:
     tool: Any = {"name": "weather", "input_schema": SCHEMA}
     async with (
-        AsyncAnthropic(base_url=here.url, api_key="none", max_retries=0) as client,
+        anthropic(here.url) as client,
         client.messages.stream(
             model="policy",
             max_tokens=300,
@@ -192,7 +191,7 @@ async def test_reasoning_that_the_prompt_opens_is_a_block_and_continues_its_toke
     text = "It is cold.\n</think>\n\nYes, <b>cold</b>."
     async with (
         served(tmp_path, group_size=1, renderer=OPENED, **saying(text)) as here,
-        AsyncAnthropic(base_url=here.url, api_key="none", max_retries=0) as client,
+        anthropic(here.url) as client,
     ):
         messages: list[Any] = [*USER]
         asked: dict[str, Any] = {"model": "policy", "max_tokens": 300, "thinking": {"type": "adaptive"}}
@@ -321,6 +320,8 @@ class Breaks(Babbler):
 
 
 async def test_an_error_in_a_stream_is_an_event_of_the_protocol_and_nothing_is_recorded(tmp_path: Path) -> None:
+    from anthropic import APIStatusError
+
     async with served(tmp_path, group_size=1, policy=Breaks()) as here:
         async with AsyncOpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as client:
             with pytest.raises(APIError) as refused:
@@ -330,7 +331,7 @@ async def test_an_error_in_a_stream_is_an_event_of_the_protocol_and_nothing_is_r
             events = [event async for event in await client.responses.create(model="policy", input="x", stream=True)]
             assert events[-1].type == "error"
             assert "a scripted failure" in events[-1].message
-        async with AsyncAnthropic(base_url=here.url, api_key="none", max_retries=0) as client:
+        async with anthropic(here.url) as client:
             with pytest.raises(APIStatusError) as failed:
                 async for _ in await client.messages.create(model="policy", max_tokens=8, messages=USER, stream=True):
                     pass
