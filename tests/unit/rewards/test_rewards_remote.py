@@ -50,6 +50,7 @@ from trivium.clients.http import (
 from trivium.foundation.errors import ConfigError, RewardError
 from trivium.models.vision.images import decoded
 from trivium.rewards import make_judge
+from trivium.rewards.batcher import Batcher
 from trivium.rewards.remote import RemoteReward
 from trivium.rewards.remote_forms import Protocol, RemoteSample, RemoteScore, request
 from trivium.types import Media
@@ -465,3 +466,21 @@ async def test_the_service_gets_the_picture_that_the_policy_sees(protocol: Proto
     difference = np.abs(np.asarray(read, int) - np.asarray(decoded(media), int))
     assert difference.mean() < 2
     assert np.asarray(read)[2, 8].tolist() == pytest.approx([255] * 3, abs=3)
+
+
+async def test_a_cancelled_call_leaves_the_queue_and_a_batch_that_ends_starts_the_next() -> None:
+    batches, may_end = list[list[int]](), asyncio.Event()
+
+    async def work(items: list[int]) -> list[int]:
+        batches.append(items)
+        await may_end.wait()
+        return items
+
+    batcher = Batcher(work, max_batch=2, window_s=0.0, max_concurrent=1)
+    first, cancelled, last = (asyncio.ensure_future(batcher(number)) for number in (1, 2, 3))
+    await until(lambda: batcher.num_waiting == 2)
+    cancelled.cancel()
+    may_end.set()
+    async with asyncio.timeout(60):
+        assert [await first, await last] == [1, 3]
+    assert batches == [[1], [3]]
