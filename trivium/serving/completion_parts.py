@@ -76,7 +76,7 @@ def settled(
         mark.startswith(start) for mark in (tool_format.reasoning[0], *tool_format.answers)
     ):
         return Answer(None, "")
-    thought, rest = tool_format.split(text, opened=opened)
+    thought, rest = tool_format.split(text, opened=opened, incomplete=True)
     if thought is None:
         return Answer(None, tools.certain(rest))
     if not _splits(tool_format, reasoning):

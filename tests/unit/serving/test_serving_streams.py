@@ -53,6 +53,14 @@ PIECES[GPT_OSS] += [" to=functions.f<|channel|>commentary<|message|>{}", " to=fu
 PIECES[HERMES] += ['<|python_tag|>{"name": "f", "parameters": {}}', '{"name": "f", "parameters": {}}', "<|python_tag|>"]
 
 
+def test_an_end_of_the_answer_that_is_followed_by_another_one_is_text_and_stays_it() -> None:
+    (how,) = [how for how in FORMATS if how.answered]
+    tools, text = CallableTools(frozenset(), how), 2 * how.answered
+    shown = [settled(text[:size], tools, ()).content for size in range(len(text) + 1)]
+    assert shown == sorted(shown)
+    assert shown[-1] == how.answered == answer_of(text, tools).content
+
+
 @given(st.data())
 @settings(max_examples=number_of(300))
 def test_what_is_certain_begins_the_final_parts(data: st.DataObject) -> None:

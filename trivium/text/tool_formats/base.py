@@ -65,11 +65,12 @@ class ToolFormat:
         """Whether the end of a prompt begins a reasoning block, as some chat templates write it."""
         return prompt_end.rstrip().endswith(self.reasoning[0].rstrip())
 
-    def split(self, text: str, *, opened: bool = False) -> tuple[str | None, str]:
+    def split(self, text: str, *, opened: bool = False, incomplete: bool = False) -> tuple[str | None, str]:
         """(the text of the reasoning block, the content and the calls after it) of a completion. The first is None
         without a block.
 
-        A reasoning block begins the text, or is `opened` by the prompt. If it has no end, nothing is after it.
+        A reasoning block begins the text, or is `opened` by the prompt. If it has no end, nothing is after it. The mark
+        `answered` at the end of the text is left out, unless it is `incomplete`: then the mark may be content.
         """
         start, (begin, end) = text.lstrip(), self.reasoning
         thought, rest = None, text
@@ -77,7 +78,10 @@ class ToolFormat:
             thought, _, rest = start.removeprefix(begin).partition(end)
         start = rest.lstrip()
         mark = next((mark for mark in self.answers if start.startswith(mark)), None)
-        return thought, rest if mark is None else start.removeprefix(mark)
+        rest = rest if mark is None else start.removeprefix(mark)
+        if self.answered and not incomplete and rest.rstrip().endswith(self.answered):
+            rest = rest.rstrip().removesuffix(self.answered)
+        return thought, rest
 
     def instructions(self) -> str:
         """What a system message says about calls, if the chat template does not describe tools."""

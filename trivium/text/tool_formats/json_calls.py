@@ -115,10 +115,6 @@ class Cohere(JsonFormat):
     answers = ("<|START_RESPONSE|>",)
     marks = ("<|START_ACTION|>", _END, *reasoning, *answers, answered)
 
-    def split(self, text: str, *, opened: bool = False) -> tuple[str | None, str]:
-        thought, rest = super().split(text, opened=opened)
-        return thought, rest.rstrip().removesuffix(self.answered) if rest.rstrip().endswith(self.answered) else rest
-
     def read(self, text: str) -> Calls | None:
         content, mark, body = text.partition(self.marks[0])
         body, end, rest = body.rpartition(self._END)
