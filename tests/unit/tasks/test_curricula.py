@@ -77,6 +77,9 @@ def test_two_references_predict_as_bots_does() -> None:
     for rewards in ((1, 0), (1, 1)):  # the second step is predicted at about 1/2
         halved.observe([group(0, rewards)])
     assert halved.state()["sharing"] == 0.1
+    resumed = learned(number=2, adaptive_sharing=True, **options)
+    resumed.restore(halved.state())
+    assert resumed.state() == halved.state()
 
 
 def test_tasks_are_drawn_by_the_softmax_of_their_scores() -> None:
