@@ -16,6 +16,7 @@ from failing import refused
 from trivium.foundation.board import MemoryBoard
 from trivium.foundation.errors import SyncError, VersionGone
 from trivium.models.weights.saved_tensors import SafetensorsFiles
+from trivium.sync import files
 from trivium.sync.differences import TensorDifference, difference, patched
 from trivium.sync.files import FileChannel
 from trivium.synchronizer import Synchronizer
@@ -117,6 +118,18 @@ def assert_delivers(channel: FileChannel, *versions: int) -> None:
         found, expected = dict(channel.collect(version)), weights(version)
         assert [*found] == [*expected]
         assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_version_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, synced = Ends(tmp_path), list[tuple[str, bool]]()
+    final = ends.directory / "version-000001"
+    monkeypatch.setattr(files, "fsync", lambda path: synced.append((path.name, final.exists())))
+    ends.publish(1)
+    *before, (folder, named), after = synced
+    assert sorted(before) == [("manifest.json", False), ("weights-00000.safetensors", False)]
+    assert folder.startswith(".version-000001.")
+    assert not named
+    assert after == (ends.directory.name, True)
 
 
 def test_an_explorer_that_follows_reads_differences_and_a_late_one_the_chain(tmp_path: Path) -> None:
