@@ -538,6 +538,15 @@ def test_separate_commands_agree_on_what_a_resumed_run_may_not_change_and_on_its
         assert {name for name in here if other[name] != here[name]} == {where.partition("=")[0]}
 
 
+def test_commands_of_one_run_may_reach_its_buffer_by_other_addresses(folder: Path) -> None:
+    one, other = (
+        fingerprint(load_config(folder / "run.yaml", ["buffer.kind=sql", f"buffer.url=postgresql://{server}/runs"]))
+        for server in ("trainer", "10.0.0.7:5433")
+    )
+    assert one == other
+    assert one["buffer"] != fingerprint(load_config(folder / "run.yaml"))["buffer"]
+
+
 def test_a_resumed_run_notices_another_taskset_reward_or_kind(folder: Path) -> None:
     saved = yaml.safe_load(to_yaml(load(folder)))
     changed = load(
