@@ -80,7 +80,7 @@ def updating_threads(gradient_bytes: int, threads: int, max_tokens: int) -> int:
 
 def micro_batch_tokens(weight_bytes: int, device: str, *, adapter: bool = False) -> int:
     """How many tokens a micro-batch has at most if memory does not count. On a CPU, twice as many make an update of all
-    weights 4 % faster and take 1.5 GiB more (docs/memory.md). Threads that compute micro-batches at once share them: at
+    weights 4 % faster and take 1.9 GiB more (docs/memory.md). Threads that compute micro-batches at once share them: at
     least two if an `adapter` is trained, whose gradients are small."""
     threads = max(2 if adapter else 1, UPDATE_BYTES // max(1, weight_bytes)) if device == "cpu" else MICRO_BATCH_TOKENS
     return min(MICRO_BATCH_TOKENS, UPDATE_TOKENS * threads)

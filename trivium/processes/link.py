@@ -79,7 +79,7 @@ class Link:
         self.calls = SimpleQueue[Call | None]()
         """The calls of the other process, in order; None once it has ended or closed the connection."""
         self._numbers = count()
-        self._unsent = SimpleQueue[tuple[memoryview, Group] | None]()
+        self._unsent = SimpleQueue[tuple[bytes, Group] | None]()
         self._waiting: dict[int, _OpenCall] = {}
         """By the numbers of their calls."""
         self._serving: dict[int, Incoming] = {}

@@ -1,7 +1,7 @@
 """RMS norms, gated activations, rotary embeddings and adapters with gradients of their own, for models on the CPU.
 
-Each makes a few passes over memory, forward and backward, and saves only its inputs. Autograd makes several times as
-many passes. Linear layers that are more than their weight (a bias, hooks) are called as modules.
+Each makes a few passes over memory, forward and backward, and saves its inputs and at most two inner products. Autograd
+makes several times as many passes. Linear layers that are more than their weight (a bias, hooks) are called as modules.
 
 A layer is replaced if it has the structure, and if a copy with random weights gives the same outputs for random inputs.
 The weights of the model are not used: they may be one rank's part, or not loaded yet, and every process must decide in
@@ -267,7 +267,8 @@ class _AdaptedLinear(torch.autograd.Function):
         shape = grad_outputs[0].shape[:-1]
         grad = grad_outputs[0].reshape(-1, len(up))
         grad_inner = product(grad, up.T).mul_(ctx.scale)
-        activation = None if gate is None else silu(gate.flatten(0, -2))
+        gated = None if gate is None else gate.flatten(0, -2)
+        activation = None if gated is None else silu(gated)
         inputs = rows if activation is None else activation * rows
         grad_down, grad_up = grad_inner.T @ inputs, (grad.T @ inner).mul_(ctx.scale)
         grad_x = grad_gate = None
@@ -275,7 +276,7 @@ class _AdaptedLinear(torch.autograd.Function):
             grad_x = product(grad, weight.T).addmm_(grad_inner, down)
             if activation is not None:
                 towards_gate = torch.mul(grad_x, rows, out=inputs)
-                grad_gate = torch.ops.aten.silu_backward(towards_gate, gate.flatten(0, -2)).view(*shape, -1)
+                grad_gate = torch.ops.aten.silu_backward(towards_gate, gated).view(*shape, -1)
                 grad_x.mul_(activation)
             grad_x = grad_x.view(*shape, -1)
         return grad_x, None, grad_down, grad_up, None, grad_gate
