@@ -195,3 +195,14 @@ def test_sum_pi_squared_and_the_likeliest_tokens():
     nothing = top_k_log_probs(hidden[:0], OutputLayer(weight, bias), 4)
     assert [t.shape for t in nothing] == [(0, 4), (0, 4)]
     assert sum_pi_squared(hidden[:0], OutputLayer(weight, bias)).shape == (0,)
+
+
+def test_log_probabilities_of_a_peaked_distribution_over_many_tokens_have_no_bias() -> None:
+    """Small exponentials are lost when they are added to a large sum."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = 2 * torch.randn(64, 32, generator=generator), 0.4 * torch.randn(49_152, 32, generator=generator)
+    bias, targets = torch.zeros(len(weight)), torch.full((len(hidden),), 7)
+    bias[7] = 12.0
+    found, _ = log_prob_and_entropy(hidden, OutputLayer(weight, bias), targets)
+    exact = (hidden.double() @ weight.double().T + bias.double()).log_softmax(1)[:, 7]
+    assert abs(float((found.double() - exact).mean())) < 1e-6  # torch.log_softmax: 4e-6
