@@ -58,7 +58,7 @@ async def measure(stage: Stage, sequences: int, length: int, repeats: int) -> tu
         "cross_entropy", {}, [(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": ones}) for row in rows]
     )
     transport = httpx.ASGITransport(TinkerServer(service, None, BODY_BYTES).app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://here/api/v1", timeout=None) as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://here/api/v1", timeout=600.0) as http:
 
         async def sent(path: str, body: Any) -> dict[str, Any]:
             response = await http.post(path, **({"content": body} if isinstance(body, bytes) else {"json": body}))

@@ -121,14 +121,20 @@ def test_an_mlp_in_one_is_that_of_its_layers(dtype: torch.dtype) -> None:
     assert len(torch.autograd.grad(loss, trained)) == len(trained)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "fused_layers"), [("llama", 14), ("qwen2", 8), ("gpt2", 0)])
-def test_adapters_have_the_values_and_gradients_of_peft(name: str, fused_layers: int, dtype: torch.dtype) -> None:
-    """Layers with a bias (queries, keys and values of Qwen2) or a weight of the shape (in, out) are left to peft."""
+def adapted(name: str, dtype: torch.dtype) -> Any:
+    """A model with an adapter of random numbers."""
     made = attach(model(CONFIGS[name][0], dtype), LoraConfig(rank=3, alpha=5), seed=0)
     with torch.no_grad():
         for number, tensor in enumerate(dict(adapter_state(made)).values()):
             tensor.copy_(0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "fused_layers"), [("llama", 14), ("qwen2", 8), ("gpt2", 0)])
+def test_adapters_have_the_values_and_gradients_of_peft(name: str, fused_layers: int, dtype: torch.dtype) -> None:
+    """Layers with a bias (queries, keys and values of Qwen2) or a weight of the shape (in, out) are left to peft."""
+    made = adapted(name, dtype)
     expected = results(made)
     use_onednn(made, CPU)
     fuse_adapters(made, CPU)
@@ -145,10 +151,7 @@ def test_adapters_have_the_values_and_gradients_of_peft(name: str, fused_layers:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_adapted_mlp_keeps_its_inner_product_in_no_pass(dtype: torch.dtype) -> None:
     """The adapter of the last projection computes silu(gate) * up itself, with and without hooks on the projection."""
-    made = attach(model(CONFIGS["qwen3"][0], dtype), LoraConfig(rank=3, alpha=5), seed=0)
-    with torch.no_grad():
-        for number, tensor in enumerate(dict(adapter_state(made)).values()):
-            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
+    made = adapted("qwen3", dtype)
     expected = results(made)
     use_onednn(made, CPU)
     fuse_adapters(made, CPU)

@@ -40,9 +40,8 @@ _EVALUATED = "test"
 _MONITORS = ("wandb", "tensorboard", "mlflow")
 _SINGLE = ("iw_opd", "gold", "gkd", "a2po")
 """Trainers that sample one completion of each prompt unless `num_generations` says otherwise."""
-
-
 _REWARDED = ("grpo", "gmpo", "sdpo", "a2po")
+"""Trainers whose completions are rewarded."""
 
 
 def translate(config: Mapping[str, Any]) -> TranslatedConfig:
