@@ -237,9 +237,9 @@ class TrainConfig(Plugin):
 
     kind: str = "torch"
 
-    def for_model(self, model: Plugin) -> TrainConfig:
-        """The section with the values that follow from the section `model` filled in, where they are unset."""
-        del model
+    def for_run(self, run: RunConfig) -> TrainConfig:
+        """The section with the values that follow from other sections of `run` filled in, where they are unset."""
+        del run
         return self
 
     def usual_lr(self, model: Plugin) -> float | None:
@@ -464,7 +464,7 @@ class RunConfig(Config):
     def _filled_in(self) -> Self:
         """A stage may train another part of the model, so that a config with stages is filled in stage by stage."""
         if not self.stages:
-            object.__setattr__(self, "train", self.train.for_model(self.model))  # frozen for everything else
+            object.__setattr__(self, "train", self.train.for_run(self))  # frozen for everything else
         return self
 
     def usual_lr(self) -> float | None:

@@ -16,7 +16,7 @@ from trivium.foundation.registry import describe, suggest
 from trivium.models.backbone.huggingface import missing_model_error
 from trivium.models.placement import head_precision_problems, resolve_auto
 from trivium.models.precision import HeadPrecision
-from trivium.models.weights.section import LoraConfig, Refusal, has_library, is_quantized, refusal
+from trivium.models.weights.section import LoraConfig, Push, Refusal, has_library, is_quantized, refusal
 from trivium.planning.memory_estimate import vision_problems
 from trivium.planning.parallel import ParallelConfig, shape_problems
 from trivium.types import Capabilities, capabilities_of
@@ -137,13 +137,22 @@ class TorchTrainConfig(TrainConfig):
     lora: LoraConfig | None = None
     """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
 
-    def for_model(self, model: Plugin) -> TorchTrainConfig:
+    def for_run(self, run: RunConfig) -> TorchTrainConfig:
         section = self.model_copy()
-        object.__setattr__(section, "optimizer", self.optimizer.at(self.usual_lr(model)))
+        object.__setattr__(section, "optimizer", self.optimizer.at(self.usual_lr(run.model)))
         if self.critic_optimizer is not None:
-            critic = self.critic_optimizer.at(self.model_copy(update={"lora": None}).usual_lr(model))
+            critic = self.critic_optimizer.at(self.model_copy(update={"lora": None}).usual_lr(run.model))
             object.__setattr__(section, "critic_optimizer", critic)
+        if self.lora is not None:
+            object.__setattr__(section, "lora", self.lora.pushed_as(self._usual_push(run)))
         return section
+
+    def _usual_push(self, run: RunConfig) -> Push:
+        # Explorers that run as separate commands have only the first stage's model, and a base in fewer bits than its
+        # files differs from the one that engines read there.
+        has_same_base = run.run.mode in ("both", "serve") and self.frozen_dtype == "float32"
+        engine = capabilities_of(describe("engines", run.engine.kind))
+        return "adapter" if has_same_base and engine.merges_adapters else "merged"
 
     def usual_lr(self, model: Plugin) -> float:
         is_random = isinstance(model, ModelConfig) and model.has_random_weights

@@ -56,6 +56,8 @@ class Capabilities:
     """`load` can change the weights in the middle of completions."""
     adopts_adapters: bool = False
     """`load` takes a LoRA adapter in place of all weights."""
+    merges_adapters: bool = False
+    """It adds such an adapter to its weights once, so that it samples as fast as with all weights."""
     extra: frozenset[str] = frozenset()
     """Further data that it can record for completions: names in `EXTRAS`."""
     adopts_weights: bool = True

@@ -507,6 +507,29 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     assert "has its own" in wrong["train.lora.rank"]
 
 
+@pytest.mark.parametrize(
+    ("sections", "push"),
+    [
+        ({}, "adapter"),
+        ({"train": {"lora": {"push": "merged"}}}, "merged"),
+        ({"train": {"lora": {}, "frozen_dtype": "bfloat16"}}, "merged"),  # engines read another base from the files
+        ({"engine": {"kind": "vllm"}}, "merged"),  # it would add the adapter in every step
+        ({"engine": {"kind": "vllm"}, "train": {"lora": {"push": "adapter"}}}, "adapter"),
+        ({"run": {"mode": "train"}, "buffer": {"kind": "sql"}, "sync": {"method": "checkpoint"}}, "merged"),
+    ],
+)
+def test_explorers_receive_the_adapter_if_they_have_its_base_and_add_it_once(
+    sections: dict[str, Any], push: str
+) -> None:
+    config = config_from_mapping(
+        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"]}
+        | {"train": {"lora": {}}}
+        | sections
+    )
+    assert config.train.lora.push == push
+    assert ("push" in config.train.lora.model_fields_set) == ("push" in sections.get("train", {}).get("lora", {}))
+
+
 class Kept:
     """A channel that keeps what it was offered."""
 

@@ -47,7 +47,7 @@ def test_something_applies_to_every_config(kind: str) -> None:
         ("update", "bfloat16", {"device": "cuda"}, {"device": "cuda", "dtype": "bfloat16"}),
         ("update", "train.lora", {}, {"lora": {"layers": 2}}),
         ("update", "train.lora.layers", {"lora": {}}, {"lora": {"layers": 2}}),
-        ("sync", "push adapters", {"lora": {}}, {"lora": {"push": "adapter"}}),
+        ("sync", "push adapters", {"lora": {"push": "merged"}}, {"lora": {}}),
     ],
 )
 def test_advice_of_the_trainer_has_a_condition(

@@ -43,7 +43,7 @@ class DescribedTorchEngine:
                 yield Problem(where, error.asked, error.found, error.do)
 
     capabilities = Capabilities(
-        exact_sampling=True, updates_in_flight=True, adopts_adapters=True, extra=frozenset(EXTRAS)
+        exact_sampling=True, updates_in_flight=True, adopts_adapters=True, merges_adapters=True, extra=frozenset(EXTRAS)
     )
 
 

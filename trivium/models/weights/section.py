@@ -33,6 +33,9 @@ _PLAIN: dict[str, Any] = {
 weight: the run trains without dropout."""
 
 
+Push = Literal["merged", "adapter"]
+
+
 def _unless_all(targets: object) -> object:
     return None if targets in ("all-linear", ["all-linear"]) else targets
 
@@ -58,8 +61,19 @@ class LoraConfig(Config):
     """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets.
     One that was trained with dropout is trained on without it. Unset: a new adapter, which does not change outputs at
     first."""
-    push: Literal["merged", "adapter"] = "merged"
-    """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves."""
+    push: Push | None = None
+    """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves.
+    Unset: the adapter, if one command explores and trains, `engine.kind` is `torch` and `frozen_dtype` is `float32`;
+    else all weights."""
+
+    def pushed_as(self, usual: Push) -> LoraConfig:
+        """The section with `usual` as `push`, if that is unset."""
+        if self.push is not None:
+            return self
+        section = self.model_copy()
+        # The field still counts as unset: a stage with another engine has its own.
+        object.__setattr__(section, "push", usual)
+        return section
 
     @property
     def names_layers(self) -> bool:
