@@ -49,6 +49,7 @@ from trivium.foundation.randomness import SampleKey
 from trivium.loops import train_step
 from trivium.models.backbone.shape import read_shape
 from trivium.models.cpu.linear import onednn_linear
+from trivium.models.cpu.openmp import release_team
 from trivium.planning.choices import micro_batch_tokens
 from trivium.planning.model_shape import BYTES
 from trivium.rewards.judge import make_judge
@@ -136,6 +137,7 @@ class Ours:
         groups = asyncio.run(self._rollouts())
         generated = clock()
         train_step(self.train, groups, self.algorithm)
+        release_team()  # as a run does after each update: else the engine shares the cores with this thread's team
         updated = clock()
         tokens = sum(len(turn.tokens) for group in groups for turn in group.turns())
         return generated - began, updated - generated, tokens

@@ -21,6 +21,7 @@ from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_batc
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from trivium.config import config_from_mapping
+from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.errors import ConfigError, SyncError, TriviumError
 from trivium.models.backbone.load import load_lm
@@ -365,6 +366,27 @@ async def test_a_base_that_changes_in_its_file_is_refused_and_the_next_adapter_r
         assert all(torch.equal(held[name], tensor) for name, tensor in merged_state(some))
     finally:
         await engine.close()
+
+
+def test_tied_layers_take_one_adapter(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    model = load(directory)
+    first, second = (layer.mlp.down_proj for layer in model.model.layers)
+    second.weight.data.copy_(first.weight)
+    model.save_pretrained(directory)
+    module = attach(model, LoraConfig(rank=2, targets=("down_proj",)), seed=0)
+    change(module)
+    with torch.inference_mode():
+        decoder = Decoder(directory, dtype=torch.float32, device="cpu", exact=False)
+        held = [layer.mlp.down_proj for layer in decoder.model.model.layers]
+        held[1].weight = held[0].weight
+        with pytest.raises(RuntimeError, match="tied to a different tensor"):
+            decoder.load(list(pushed_adapter(module)))
+        adapted = [layer.mlp.down_proj for layer in module.model.layers]
+        for part in ("lora_A", "lora_B"):
+            getattr(adapted[1], part)["default"].weight.data.copy_(getattr(adapted[0], part)["default"].weight)
+        decoder.load(list(pushed_adapter(module)))
+        assert torch.equal(held[0].weight, dict(merged_state(module))["model.layers.1.mlp.down_proj.weight"])
 
 
 async def test_an_adapter_that_is_not_whole_or_of_another_model_changes_nothing(tmp_path: Path) -> None:

@@ -310,23 +310,26 @@ class Decoder:
 
         `DescribedWeights` are read one tensor at a time and not kept. One name is enough for tied tensors. Every tensor
         is compared with the given one after the copy. A LoRA adapter (`trivium.models.weights.lora.pushed_adapter`) is
-        added to the weights that the model was loaded with.
+        added to the weights that the model was loaded with; tied layers need the same adapter.
 
         Raises SyncError for weights that do not fit, Unread if reading them fails (`is_whole` is false if some were
         loaded by then), RuntimeError if the model's weights differ from the given ones after the copy.
         """
         if not isinstance(weights, DescribedWeights):
             weights = described([(name, torch.as_tensor(value)) for name, value in _read(weights)])
+        new_head = True
         if is_adapter((spec.name, spec) for spec in weights.tensors):
-            self._add(received_adapter(dict(_read(weights)), self.model))
+            new_head = self._add(received_adapter(dict(_read(weights)), self.model))
         else:
             self._replace(weights.tensors, _read(weights))
         if self.layers is not None:
-            self.layers.refresh()
+            self.layers.refresh(head=new_head)
         self.is_whole = True
 
-    def _add(self, adapter: Mapping[str, LowRank]) -> None:
-        """Sets the weights to the base model plus this adapter, independent of earlier loads."""
+    def _add(self, adapter: Mapping[str, LowRank]) -> bool:
+        """Sets the weights to the base model plus this adapter, independent of earlier loads. Returns whether the
+        output layer may have changed."""
+        new_head, written = not self._is_base, dict[int, list[_Region]]()
         state = self.model.state_dict(keep_vars=True)
         # In the engine's type: `auto` is that of config.json, and rounds files that are more precise.
         base = state if self._is_base else self._base.load(self.dtype)
@@ -343,8 +346,12 @@ class Decoder:
             weight = self._base.read(name)  # one at a time, so that only one merged layer is in memory
             value = weight if added is None else merged(weight.to(self.device), added)
             self._adapted.add(name)  # before the copy: a load that fails here leaves it to the next one
-            state[name].data.copy_(value)
-            _compare(name, value, state[name].data, name)
+            target = state[name].data
+            if earlier := _overwritten(name, target, written):
+                _compare(name, value, target, earlier)
+            target.copy_(value)
+            new_head |= target.data_ptr() == self._head.weight.data_ptr()
+        return new_head
 
     def _replace(self, specs: Sequence[TensorSpec], weights: Iterable[tuple[str, Tensor]]) -> None:
         state = self.model.state_dict(keep_vars=True)

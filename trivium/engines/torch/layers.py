@@ -155,15 +155,16 @@ class Layers:
         self._fixed = not changing_rotation(model)
         self.refresh()
 
-    def refresh(self) -> None:
-        """Call this after a change of the model's weights."""
+    def refresh(self, *, head: bool = True) -> None:
+        """Call this after a change of the model's weights. `head`: the output layer may have changed."""
         for layer in self._layers:
             for linear in layer.products:
                 linear.refresh(packed=self._packed)
             if layer.query_norm is not None and layer.key_norm is not None:
                 counts = (layer.query_norm, self._heads), (layer.key_norm, self._key_heads)
                 layer.scales = torch.cat([norm.scale.expand(count, -1) for norm, count in counts])
-        self._head.refresh(packed=self._head_packed)
+        if head:
+            self._head.refresh(packed=self._head_packed)
 
     def use(self, number: int) -> None:
         """Computes the first `number` layers from now on."""

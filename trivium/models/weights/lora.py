@@ -216,8 +216,8 @@ class LowRank:
 def merged(base: torch.Tensor, added: LowRank) -> torch.Tensor:
     """W + scale * B A, in the adapter's precision and on the base's device. Trainers and engines merge by this function
     alone, so they get the same bits on the same kind of device."""
-    product = added.up.to(base.device) @ added.down.to(base.device)
-    return base.to(product.dtype) + added.scale * (product.T if added.transposed else product)
+    product = (added.up.to(base.device) @ added.down.to(base.device)).mul_(added.scale)
+    return base.to(product.dtype) + (product.T if added.transposed else product)
 
 
 def fingerprint(weight: torch.Tensor) -> int:
