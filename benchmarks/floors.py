@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 from step_cost import forward_and_backward, grpo, make_batch, processor_s
+from torch._C._profiler import _ExperimentalConfig  # torch.profiler takes one, and exports no name for it
 from torch.profiler import ProfilerActivity, profile
 
 from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.randomness import SampleKey
 from trivium.models.backbone.shape import read_shape
 from trivium.models.cpu.linear import onednn_linear
+from trivium.models.cpu.openmp import release_team
 from trivium.planning.choices import micro_batch_tokens
 from trivium.planning.model_shape import BYTES, ModelShape
 from trivium.training.engine import TorchTrainEngine
@@ -78,6 +80,7 @@ def generation_floor(shape: ModelShape, rows: int, tokens: int, products: float,
 
 def generation(model_dir: Path, rows: int, tokens: int) -> tuple[float, float]:
     """(seconds, CPU seconds), the least of three calls."""
+    release_team()  # as a run does after each update: else the engine shares the cores with this thread's team
     config = TorchEngine.Config(max_rows=rows, max_context=PROMPT + tokens)
     threads = torch.get_num_threads()
     engine = TorchEngine(config, model_dir=model_dir, eos_token_ids=frozenset({1}), decode=str, threads=threads)
@@ -121,7 +124,8 @@ def update(model_dir: Path, rows: int, tokens: int, lora: int) -> tuple[float, f
         began, used = time.perf_counter(), processor_s()
         engine.update("policy", batch, objective)
         spent.append((time.perf_counter() - began, processor_s() - used))
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    every = _ExperimentalConfig(profile_all_threads=True)  # micro-batches are computed by threads of a pool
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=every) as profiled:
         engine.update("policy", batch, objective)
     parts = Counter[str]()
     for event in profiled.key_averages():
