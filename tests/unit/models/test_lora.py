@@ -16,9 +16,10 @@ import pytest
 import torch
 from failing import refused
 from rank_processes import run_ranks
+from safetensors.torch import load_file, save_file
 from torch import nn
 from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from trivium.config import config_from_mapping
 from trivium.engines.torch.decoder import Decoder
@@ -330,19 +331,36 @@ async def test_an_adapter_after_foreign_weights_is_added_to_the_base(tmp_path: P
         await engine.close()
 
 
-async def test_the_base_is_that_of_the_files_whatever_type_the_config_names(tmp_path: Path) -> None:
-    directory = write_model(tmp_path)
+@pytest.mark.parametrize("form", ["as the model names them", "pickled", "renamed", "converted"])
+def test_the_base_is_that_of_the_files_whatever_type_the_config_names(form: str, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    if form == "converted":  # q_proj is a part of a tensor of the file
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("hrm_text", **SIZE, head_dim=4, pad_token_id=0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    else:
+        write_model(directory)
+    if form == "pickled":
+        torch.save(load(directory).state_dict(), directory / "pytorch_model.bin")
+        (directory / "model.safetensors").unlink()
+    if form == "renamed":  # as a file of the model without its output layer
+        tensors = load_file(directory / "model.safetensors")
+        save_file(
+            {name.removeprefix("model."): held for name, held in tensors.items()}, directory / "model.safetensors"
+        )
     settings = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
     module = attach(load(directory), LoraConfig(rank=2, targets=("q_proj",)), seed=0)
-    engine = engine_for(directory)
-    try:
-        await engine.load(1, [(name, tensor + 1) for name, tensor in load(directory).state_dict().items()])
-        await engine.load(2, list(pushed_adapter(module)))
-        held = dict(await engine.weights())
-        assert all(torch.equal(held[name], tensor) for name, tensor in merged_state(module))
-    finally:
-        await engine.close()
+    with torch.inference_mode():
+        for others in ([], [(name, tensor + 1) for name, tensor in load(directory).state_dict().items()]):
+            decoder = Decoder(directory, dtype=torch.float32, device="cpu", exact=False)
+            if others:
+                decoder.load(others)
+            change(module)
+            decoder.load(list(pushed_adapter(module)))
+            held = dict(decoder.weights())
+            assert all(torch.equal(held[name], tensor) for name, tensor in merged_state(module))
+            assert bool(decoder._base._kept) == (form == "converted"), "a second copy of what a file has"
 
 
 async def test_a_base_that_changes_in_its_file_is_refused_and_the_next_adapter_replaces_all_of_the_last(

@@ -74,6 +74,13 @@ def fill(
     _compute_buffers(module, device)
 
 
+def names_in_files(module: PreTrainedModel, entries: Mapping[str, Entry]) -> dict[str, str]:
+    """The names in files of the tensors of an empty model, by their names in the model, without those that are made of
+    other tensors."""
+    plan = _plan(module, entries, _slots(module))
+    return {name: key for sources, converter in plan if converter is None for name, key in sources}
+
+
 # --------------------------------------------------------------------------- the empty tensors
 
 
