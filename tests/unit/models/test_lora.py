@@ -14,6 +14,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import yaml
+from configs import configured
 from failing import refused
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
@@ -22,6 +24,7 @@ from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_batc
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from trivium.config import config_from_mapping
+from trivium.config.resume import resume_differences, to_yaml
 from trivium.engines.torch.decoder import Decoder
 from trivium.engines.torch.engine import TorchEngine
 from trivium.foundation.errors import ConfigError, SyncError, TriviumError
@@ -568,6 +571,13 @@ def test_explorers_receive_the_adapter_if_they_have_its_base_and_add_it_once(
     )
     assert config.train.lora.push == push
     assert ("push" in config.train.lora.model_fields_set) == ("push" in sections.get("train", {}).get("lora", {}))
+
+
+@pytest.mark.parametrize(("before", "now"), [("merged", None), (None, "merged")])
+def test_what_explorers_receive_may_change_when_a_run_resumes(before: str | None, now: str | None) -> None:
+    """Also by the mode of the commands that continue it, on which the usual value depends."""
+    began, config = (configured(train={"lora": {"push": push}}) for push in (before, now))
+    assert resume_differences(yaml.safe_load(to_yaml(began)), config) == []
 
 
 class Kept:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trivium.clients.hub import ModelPath, absence
-from trivium.config import Config
+from trivium.config import Config, free
 from trivium.foundation.errors import Problem
 from trivium.planning.model_shape import FEW_BITS
 
@@ -61,7 +61,7 @@ class LoraConfig(Config):
     """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets.
     One that was trained with dropout is trained on without it. Unset: a new adapter, which does not change outputs at
     first."""
-    push: Push | None = None
+    push: Push | None = free(None)
     """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves.
     Unset: the adapter, if one command explores and trains, `engine.kind` is `torch` and `frozen_dtype` is `float32`;
     else all weights."""
