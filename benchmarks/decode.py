@@ -127,7 +127,6 @@ class Generate:
                 max_new_tokens=max(limits),
                 stopping_criteria=StoppingCriteriaList([OwnLength([width + limit for limit in limits])]),
             )
-        release_team()  # else more OpenMP threads than cores slow down the engines of this process
         # A row that has ended is filled with the padding token, which is suppressed before.
         return int((output[:, width:] != 0).sum())
 
@@ -195,6 +194,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeat", type=int, default=3, help="counted runs, after one that is not")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    others = ["generate", "plain", "vllm"]
+    parser.add_argument("--without", nargs="*", choices=others, default=[], help="sides that are not measured")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
@@ -214,6 +215,8 @@ def main() -> None:
             f"transformers {transformers.__version__}; 'plain' and 'invariant' are Trivium without and with "
             "engine.batch_invariant"
         )
+        for name in args.without:
+            sides.pop(name, None)
         for rows in args.rows:
             compare(rows, sides, generate.model, args)
 
@@ -229,18 +232,19 @@ def compare(rows: int, sides: dict[str, Side], model: PreTrainedModel, args: arg
     for turn in range(args.repeat + 1):
         for name, side in sides.items():
             began = time.perf_counter()
+            release_team()  # else more OpenMP threads than cores slow down the engines of this process
             sampled = side(prompts, limits)
             taken = time.perf_counter() - began
             assert sampled == sum(limits), f"{name} sampled {sampled} tokens instead of {sum(limits)}"
             if turn:
                 times[name].append(taken)
     medians = {name: statistics.median(each) for name, each in times.items()}
-    ours = medians.get("invariant", medians["plain"])
+    ours = medians["invariant" if "invariant" in medians else "plain"]
     parts = "   ".join(f"{name} {median:6.2f} s" for name, median in medians.items())
+    ratios = "   ".join(f"{name} / Trivium {median / ours:.2f}" for name, median in medians.items())
     print(
         f"{rows:>5} rows, {sum(limits):>6} tokens: {parts}   floor "
-        f"{floor(model, prompts, limits, getattr(torch, args.dtype)):.2f} s   generate / Trivium "
-        f"{medians['generate'] / ours:.2f}" + f"   price of invariance {ours / medians['plain'] - 1:+.0%}",
+        f"{floor(model, prompts, limits, getattr(torch, args.dtype)):.2f} s   {ratios}",
         flush=True,
     )
 

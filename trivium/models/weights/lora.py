@@ -361,12 +361,17 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check(module: PreTrainedModel, output: nn.Module | None) -> None:
     """Raises TriviumError for layers that `merged` does not support."""
-    strange = [name for name, layer in _layers(module).items() if type(layer.base_layer) not in _LINEAR]
-    if strange or module.get_output_embeddings() is not output:
-        problem = f"{strange[0]} is not a linear layer" if strange else "the output layer is among its targets"
-        raise TriviumError(
-            f"an adapter for {type(module).__name__}", problem, "name other layers in train.lora.targets"
-        )
+    problem = "the output layer is among its targets" if module.get_output_embeddings() is not output else None
+    owners = dict[int, str]()
+    for name, layer in _layers(module).items():
+        if type(layer.base_layer) not in _LINEAR:
+            problem = f"{name} is not a linear layer"
+        owner = owners.setdefault(id(layer.base_layer.weight), name)
+        if owner != name:  # one merged weight cannot hold two adapters (Zamba 2)
+            problem = f"{name} has the weight of {owner}, and its own adapter"
+    if problem is not None:
+        asked, do = f"an adapter for {type(module).__name__}", "name other layers in train.lora.targets"
+        raise TriviumError(asked, problem, do)
 
 
 def _draw(module: nn.Module, seed: int, device: torch.device) -> None:
