@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Generator
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
+
+from tests.ports import port_below_ephemeral
 
 MISSING = "PostgreSQL's binaries are missing: apt-get install postgresql"
 
@@ -37,9 +38,7 @@ class Server:
         self._binaries, self._data = found, directory / "data"
         if os.getuid() == 0:
             shutil.chown(directory, "postgres", "postgres")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = port_below_ephemeral()
         self._run("initdb", "-D", str(self._data), "-U", "trivium", "--auth=trust", "--no-sync", "-E", "UTF8")
         with open(self._data / "postgresql.conf", "a", encoding="utf-8") as settings:
             settings.write(

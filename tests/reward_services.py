@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -74,16 +72,6 @@ async def service(*behaviours: Behaviour, path: str = "/get_reward", port: int =
         if tasks:
             await asyncio.wait(list(tasks))
         await server.wait_closed()
-
-
-def port_below_ephemeral() -> int:
-    """A port that no system gives away by itself: a service may leave it and come back."""
-    start = os.getpid() * 7 % 10_000
-    for number in range(10_000):
-        port = 20_000 + (start + number) % 10_000
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no free port")
 
 
 def raw(status: int, body: bytes, **headers: str) -> Behaviour:

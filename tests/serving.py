@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+import pytest
 from fastapi import FastAPI
 
 from tests.waiting import until
@@ -22,6 +24,7 @@ from trivium.foundation.board import MemoryBoard
 from trivium.foundation.randomness import uniforms
 from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
+from trivium.serving import sessions
 from trivium.serving.connections import serve_app
 from trivium.serving.gateway import Gateway
 from trivium.serving.server import ChatServer
@@ -57,6 +60,9 @@ class Babbler(ScriptedEngine):
         super().__init__(ScriptedEngine.Config(**said), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode)
         self.babbles = "replies" not in config
         self.given: list[tuple[Request, Completion]] = []
+        self.may_answer = asyncio.Event()
+        """Cleared by a test that needs calls in progress."""
+        self.may_answer.set()
 
     def _choose(self, request: Request, version: int) -> str | Sequence[int]:
         if not self.babbles:
@@ -66,8 +72,20 @@ class Babbler(ScriptedEngine):
 
     async def generate(self, request: Request) -> Completion:
         done = await super().generate(request)
+        await self.may_answer.wait()
         self.given.append((request, done))
         return done
+
+
+class StoppedClock:
+    """The time by which sessions end. It passes when a test adds to `now`, however slow the machine is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        monkeypatch.setattr(sessions, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 @dataclass
@@ -176,7 +194,7 @@ async def served(
     async with serve_app(app, "127.0.0.1", 0, max_connections) as url:
         announced: list[bool] = []
         running = asyncio.create_task(gateway.run(lambda: announced.append(gateway.loaded)))
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20, limits=httpx.Limits()) as client:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=100, limits=httpx.Limits()) as client:
             here = Served(client, gateway, buffer, babbler, running, synchronizer, url, announced)
             if loaded:
                 await here.eventually(loaded=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import port_below_ephemeral
 from tests.processes import Forked, commands
-from tests.reward_services import port_below_ephemeral
 from tests.waiting import eventually
 
 TINY = Path(__file__).with_name("tiny.yaml")

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,6 +18,7 @@ from torch.distributed import TCPStore
 
 from tests.ahead import Ahead, children
 from tests.e2e.test_kill import outcome_of
+from tests.ports import port_below_ephemeral
 from tests.processes import Forked, alive, survivors, trivium
 from tests.waiting import eventually
 
@@ -145,8 +145,7 @@ def test_torchrun_starts_ranks_again_then_names_the_one_that_died_and_the_same_c
 def test_ranks_of_two_agents_meet_again_if_one_agent_counts_a_restart_and_the_other_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{port_below_ephemeral()}"
     how = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
     how += ("--rdzv-id=two", "--local-addr=127.0.0.1", str(HERE / "second_round.py"), str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

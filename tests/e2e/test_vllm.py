@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from socket import socket
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ import torch
 from failing import refused
 from vision_parts import by_transformers, picture, tiny, user
 
+from tests.ports import port_below_ephemeral
 from tests.waiting import eventually, until
 from trivium.config import config_from_mapping
 from trivium.engines.endpoint.engine import EndpointEngine
@@ -367,7 +367,7 @@ async def test_vllm_that_is_killed_is_named_or_replaced_with_the_current_weights
         for asked_of_it in (adopting, *calls, ran.engine.generate(requests[0])):
             with refused(EngineFailure, "vLLM", "engine.max_restarts"):
                 await asked_of_it
-        assert time.monotonic() - killed < 30
+        assert time.monotonic() - killed < 100
     ran.engine.config = allowed
     calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
     model = load_lm(ran.models[1], dtype=torch.float32)
@@ -485,9 +485,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     model = sharp_model(tmp_path_factory.mktemp("served") / "model", 0)
     asks = {"temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "eos_token_id": 7}
     (model / "generation_config.json").write_text(json.dumps(asks), encoding="utf-8")
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = port_below_ephemeral()
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     options = f"--host 127.0.0.1 --port {port} --enforce-eager --dtype float32 --logprobs-mode processed_logprobs"

@@ -408,7 +408,7 @@ async def test_what_does_not_heed_its_cancellation_is_left_behind(monkeypatch: p
             late.append(error)
         return {"played": 1.0}
 
-    group = await asyncio.wait_for(play(explorer(stubborn, deadline_s=0.05)), 60)
+    group = await asyncio.wait_for(play(explorer(stubborn, deadline_s=1.0)), 60)  # longer than four completions take
     assert {t.failure.side for t in group.trajectories if t.failure} == {"deadline"}
     assert [len(t.turns) for t in group.trajectories] == [1] * 4
     release.set()
@@ -475,7 +475,7 @@ async def test_plain_environments_that_hang_hold_up_nobody_and_are_counted(tmp_p
     )
     where = f"{tmp_path}/worlds.py"
     workflow = MultiTurn(MultiTurn.Config(environment=f"{where}:World", threads=2))
-    playing = explorer(deadline_s=0.2)
+    playing = explorer(deadline_s=1.0)  # longer than `reset` and a completion take
     playing.workflow = workflow
     before = concurrency.left_behind()  # by other tests of this process
     group = await asyncio.wait_for(play(playing), 60)
@@ -486,6 +486,7 @@ async def test_plain_environments_that_hang_hold_up_nobody_and_are_counted(tmp_p
     assert "call(s) of plain functions still run" in failures[-1].message
     resolve("environments", f"{where}:gate").set()
     await until(lambda: concurrency.left_behind() <= before)
+    playing.limits = replace(playing.limits, deadline_s=60.0)
     assert len((await play(playing)).alive) == 4
 
 

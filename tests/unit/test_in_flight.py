@@ -270,7 +270,7 @@ async def test_cancelling_a_playing_frees_every_row(policies: tuple[Path, Path])
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        await until(lambda: idle(engine), 2.0)
+        await until(lambda: idle(engine))
 
 
 # --------------------------------------------------------------------------- whole loops
@@ -329,7 +329,7 @@ async def test_a_step_takes_what_is_finished_first_and_calls_off_the_rest(
         world = World(schedule, explorer_with(engine, plays), tmp_path, lambda version: weights_at(policies[0]))
 
         async def rows_are_free(version: int) -> None:
-            await until(lambda: idle(engine), 2.0)
+            await until(lambda: idle(engine))
 
         async with asyncio.timeout(60):
             await world.train(rows_are_free)

@@ -189,7 +189,7 @@ async def test_with_dynamic_by_trainer_an_explorer_answers_the_trainer(role: Mak
     waiting = await pending(a, a.next_version("a", 0, newest=True))
     assert live_explorers(trainer.board.read())["a"]["status"] == RunningStatus.RUNNING
     trainer.set_trainer_status(RunningStatus.REQUIRE_SYNC)
-    values = await trainer.board.poll(lambda v: live_explorers(v)["a"]["status"] == RunningStatus.REQUIRE_SYNC, 4.0)
+    values = await trainer.board.poll(lambda v: live_explorers(v)["a"]["status"] == RunningStatus.REQUIRE_SYNC, 60.0)
     assert live_explorers(values)["a"]["status"] == RunningStatus.REQUIRE_SYNC
     trainer.publish(3)
     assert await soon(waiting) == 3
@@ -296,7 +296,7 @@ async def test_a_role_that_is_done_may_stop_beating(role: Make) -> None:
 async def test_who_did_not_look_for_a_while_accuses_nobody(role: Make) -> None:
     """The database was away, or this machine slept: the others could not be seen to beat."""
     trainer, a, _ = await trio(role, heartbeat_s=HEARTBEAT_S)
-    board, looks = trainer.board, list[float]()
+    board, looks, looked_at = trainer.board, list[float](), asyncio.Event()
 
     class Away:
         def __getattr__(self, name: str) -> Any:
@@ -307,12 +307,15 @@ async def test_who_did_not_look_for_a_while_accuses_nobody(role: Make) -> None:
             if len(looks) in (2, 4):
                 await asyncio.sleep(2 * HEARTBEAT_S)  # longer than a silent one has
                 return board.read()
+            if len(looks) == 5:
+                await looked_at.wait()  # from now on it hears nothing, and may say so
             return await board.poll(until, 0.01)
 
     a.board = Away()
     async with going(a.monitor("a")) as (monitoring,):  # the others have no heartbeat
         await until(lambda: len(looks) >= 5)
         assert dead_explorers(a.check_alive()) == {}
+        looked_at.set()
         with refused(RoleFailed, "trainer failed", "no heartbeat"):
             await soon(monitoring, 60.0)
 
@@ -558,6 +561,7 @@ async def test_who_waits_in_vain_for_an_exchange_says_for_whom(role: Make) -> No
         await trainer.ready_to_nccl_sync(TRAINER, 1, "here:1")
     with refused(SyncError, "explorer 'a'", "version 1", "exchange"):
         await a.ready_to_nccl_sync("a", 1)
+    trainer.deadline_s = 60.0  # from here on, it is a death that ends the wait
     a.mark_dead("a", "killed")
     gathering = await pending(trainer, trainer.ready_to_nccl_sync(TRAINER, 2, "here:1"))
     a.mark_dead("b", "killed too")

@@ -204,7 +204,7 @@ def test_what_a_cluster_lacks_is_said_before_anybody_waits() -> None:
         ResourcePoolManager({"a": [1]}, {Role.Critic: "b"})
     with refused(ConfigError, "'pool'", "[0]"):
         ResourcePool([0])
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 100  # a manager that waited would wait 120 s
 
 
 def test_pools_are_shared_waited_for_and_given_back(run_dir: Path) -> None:
@@ -222,7 +222,7 @@ def test_pools_are_shared_waited_for_and_given_back(run_dir: Path) -> None:
     with refused(ConfigError, 2):
         pool.admit()
     manager.release()
-    roomy = ResourcePoolManager({"late": [3]}, {Role.Actor: "late"}, deadline_s=30)
+    roomy = ResourcePoolManager({"late": [3]}, {Role.Actor: "late"}, deadline_s=120)
     roomy.create_resource_pool()
     roomy.release()
 

@@ -216,7 +216,7 @@ async def test_an_auxiliary_model_is_asked_at_its_endpoint(made: Callable[..., A
         assert (here.requests[0].body["model"], here.requests[0].body["messages"][0]["content"]) == ("judge", "good")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["Blocking", "BlockingClient"])
 async def test_a_blocking_completion_on_the_event_loop_is_refused(made: Callable[..., Any], name: str) -> None:
     with refused(RolloutError, "model.chat_async"):
@@ -257,7 +257,7 @@ async def test_an_abandoned_workflow_leaves_no_thread_waiting(made: Callable[...
             await asyncio.sleep(3600)
 
     running = asyncio.ensure_future(made("Once").run(TASK, Silent()))
-    await asyncio.wait_for(stuck.wait(), 10)
+    await asyncio.wait_for(stuck.wait(), 60)
     running.cancel()
     await asyncio.wait({running}, timeout=60)
     assert running.cancelled()

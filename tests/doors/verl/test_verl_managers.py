@@ -166,10 +166,10 @@ def test_a_time_limit_of_each_sample(tokenizer: Any, caplog: pytest.LogCaptureFi
             await user.asyncio.sleep(600)
         return 1.0
 
-    manager = NaiveRewardManager(tokenizer, 0, slow, compute_score_timeout=1.5)
+    manager = NaiveRewardManager(tokenizer, 0, slow, compute_score_timeout=2.5)
     scores, extra = rewarded(manager, tokenizer, rows(tokenizer, "a", "slow"))
     assert (scores, extra["reward_failed"]) == ([1.0, 0.0], [False, True])
-    assert "no answer within 1.5 s" in caplog.text
+    assert "no answer within 2.5 s" in caplog.text
     with refused(RewardError, "KeyError"):
         rewarded(manager, tokenizer, rows(tokenizer, "raise"))
 

@@ -222,6 +222,7 @@ def test_what_takes_long_is_a_line_elsewhere_also_without_progress(monkeypatch: 
     with activity("evaluating test", 4, "rollouts"), activity("loading"):
         progress(3, 5)
         time.sleep(0.5)
+        eventually(lambda: "evaluating test: 0 of" in out.getvalue() and "loading: 3 of" in out.getvalue())
     announce("already complete: [3] steps")
     monitor.close()
     *lines, last = out.getvalue().splitlines()

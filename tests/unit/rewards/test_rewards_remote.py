@@ -29,11 +29,11 @@ from reward_services import (
     hung,
     json_of,
     lengths,
-    port_below_ephemeral,
     raw,
     service,
 )
 
+from tests.ports import port_below_ephemeral
 from tests.waiting import until
 from trivium.clients.http import (
     EndpointClient,

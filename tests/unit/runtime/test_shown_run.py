@@ -61,7 +61,7 @@ class Reader:
 def test_each_phase_of_a_run_says_what_is_done_of_how_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trivium.monitors.console._QUIET_S", 0.2)
+    monkeypatch.setattr("trivium.monitors.console._QUIET_S", 0.1)
     reader = Reader()
     end = watch(reader)
     engine = {**CONFIG["engine"], "kind": f"{__name__}:SlowEngine"}

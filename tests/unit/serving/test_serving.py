@@ -8,6 +8,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from failing import refused
 from fastapi import FastAPI
 
-from tests.serving import NAME, Served, served
+from tests.serving import NAME, Served, StoppedClock, served
 from trivium.config import RewardConfig
 from trivium.foundation.randomness import SampleKey
 from trivium.policy import EngineFailure
@@ -372,11 +373,13 @@ async def test_feedback_counts_exactly_once(tmp_path: Path) -> None:
 
 
 async def test_feedback_waits_for_calls_in_progress(tmp_path: Path) -> None:
-    async with served(tmp_path, delay_s=0.2) as here:
+    async with served(tmp_path) as here:
         await here.chat("x", session="s")
+        here.engine.may_answer.clear()
         asking = asyncio.create_task(here.chat("y", session="s"))
         await here.eventually(in_flight=1)
         await here.feedback(session="s", reward=1, expect=409)
+        here.engine.may_answer.set()
         await asking
         await here.feedback(session="s", reward=1)
 
@@ -495,20 +498,31 @@ async def test_a_commit_closes_a_group_now(tmp_path: Path) -> None:
         assert here.gateway.health()["forgotten"] == 1
 
 
-async def test_what_is_not_heard_of_is_forgotten_and_its_slot_replaced(tmp_path: Path) -> None:
+async def test_what_is_not_heard_of_is_forgotten_and_its_slot_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = StoppedClock(monkeypatch)
     async with served(tmp_path, group_size=2, min_members=2, idle_s=0.2, groups=1, staleness=0) as here:
         for name in ("kept", "lost"):
             await here.chat("x", task_id="t", session=name)
         await here.feedback(task_id="t", session="kept", reward=1)
-        await here.eventually(forgotten=1, groups=1)
+        clock.now += 0.25
+        await here.eventually(forgotten=1)
+        clock.now += 0.25  # the group is dropped as long after its last session
+        await here.eventually(groups=1)
         assert (await here.buffer.counts())["dropped"] == 1
         await here.chat("y", session="next")  # the slot was given up, so another is admitted
-        await here.eventually(forgotten=2, groups=2, sessions=0)
+        clock.now += 0.25
+        await here.eventually(forgotten=2, sessions=0)
+        clock.now += 0.25
+        await here.eventually(groups=2)
 
 
-async def test_a_session_that_takes_too_long_failed(tmp_path: Path) -> None:
-    async with served(tmp_path, group_size=1, deadline_s=1.5) as here:
+async def test_a_session_that_takes_too_long_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StoppedClock(monkeypatch)
+    async with served(tmp_path, group_size=1, deadline_s=3.0) as here:
         await here.chat("x", session="s")
+        clock.now += 3.1
         await here.eventually(failed=1)
         late = await here.feedback(session="s", reward=1, expect=410)
         assert "workflow.deadline_s" in late["error"]["message"]
@@ -518,7 +532,10 @@ async def test_a_session_that_takes_too_long_failed(tmp_path: Path) -> None:
         assert not group.trajectories[0].failure.of_rewards
 
 
-async def test_agents_ahead_of_the_trainer_wait_and_are_told_to_come_back(tmp_path: Path) -> None:
+async def test_agents_ahead_of_the_trainer_wait_and_are_told_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StoppedClock(monkeypatch)
     async with served(tmp_path, group_size=1, groups=1, staleness=0, deadline_s=2.0) as here:
         await here.chat("a", task_id="a", session="s")
         await here.feedback(task_id="a", session="s", reward=1)
@@ -527,6 +544,8 @@ async def test_agents_ahead_of_the_trainer_wait_and_are_told_to_come_back(tmp_pa
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "trainer" in answer.json()["error"]["message"]
         await here.eventually(waiting_groups=0, sessions=0)
+        waits = here.gateway.sessions
+        monkeypatch.setattr(waits, "_options", replace(waits._options, deadline_s=60.0))
         waiting = asyncio.create_task(here.chat("b"))
         await here.eventually(waiting_groups=1)
         await here.take()
@@ -535,7 +554,8 @@ async def test_agents_ahead_of_the_trainer_wait_and_are_told_to_come_back(tmp_pa
 
 
 async def test_a_client_that_goes_away_leaves_its_slot(tmp_path: Path) -> None:
-    async with served(tmp_path, group_size=1, groups=1, staleness=0, delay_s=0.5) as here:
+    async with served(tmp_path, group_size=1, groups=1, staleness=0) as here:
+        here.engine.may_answer.clear()
         with pytest.raises(httpx.ReadTimeout):
             await here.client.post(
                 "/v1/chat/completions",
@@ -543,6 +563,7 @@ async def test_a_client_that_goes_away_leaves_its_slot(tmp_path: Path) -> None:
                 json={"model": "policy", "messages": [{"role": "user", "content": "a"}], "session": "s"},
             )
         await here.eventually(sessions=0, open_groups=0, in_flight=0)
+        here.engine.may_answer.set()
         done = await here.chat("b", task_id="other")
         assert done["choices"][0]["session"] == "0.0.0"
         assert len(here.engine.given) == 1

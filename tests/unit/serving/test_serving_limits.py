@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from failing import refused
 
-from tests.serving import RENDERER, Babbler, Served, served
+from tests.serving import RENDERER, Babbler, Served, StoppedClock, served
 from tests.waiting import until
 from trivium.foundation.errors import ConfigError, RolloutError
 from trivium.foundation.randomness import SampleKey
@@ -342,11 +342,13 @@ async def test_secrets_can_be_required(tmp_path: Path) -> None:
         await here.chat("x", session="s", secret="mine")
 
 
-async def test_a_session_of_one_call_is_dropped_early(tmp_path: Path) -> None:
+async def test_a_session_of_one_call_is_dropped_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StoppedClock(monkeypatch)
     async with served(tmp_path, group_size=2, unstarted_idle_s=2.0) as here:
         for turn in ("x", "y"):
             await here.chat(turn, session="agent", task_id="t")
         lost = await here.chat("x", session="visitor", task_id="t")
+        clock.now += 2.1
         await here.eventually(forgotten=1, sessions=1)
         error = await here.feedback(id=lost["id"], reward=1, expect=410)
         assert "serve.unstarted_idle_s" in error["error"]["message"]

@@ -140,7 +140,7 @@ def test_a_start_removes_what_a_killed_service_has_left(
 ) -> None:
     kept, half = saved(states, "kept", "kept"), saved(states, "half", "half")
     (half.directory / "manifest.json").unlink()  # killed while it was removed
-    over = saved(states, "over", "over", ttl_s=1)
+    over = saved(states, "over", "over", ttl_s=600)
     info = over.directory / "checkpoint.json"
     past = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
     info.write_text(info.read_text().replace(states.open(over.path).info["expires_at"], past))

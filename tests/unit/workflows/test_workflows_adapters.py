@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,6 +20,7 @@ from gymnasium import spaces
 from websockets.asyncio.server import ServerConnection, serve
 from workflow_parts import policy, shown, workflow
 
+from tests.ports import port_below_ephemeral
 from tests.waiting import until
 from trivium.config import RunConfig, plugin
 from trivium.foundation.errors import DataError, MissingPackage, UnknownName
@@ -145,9 +145,7 @@ async def test_the_game_behind_mcp(reference: list[str]) -> None:
 
 
 async def test_an_mcp_server_that_starts_late_separates_rollouts_and_one_that_restarts_fails_them() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = port_below_ephemeral()
     episodes = workflow("mcp", url=f"http://127.0.0.1:{port}/mcp", start_tool="begin", reward_tool="score")
     others, players, begun = (
         Task("u", PROMPT, {"secret": 5}),
@@ -212,7 +210,7 @@ def preceded(player: Policy, num_turns: int, action: Callable[[], Awaitable[obje
 
 
 async def test_a_server_that_dies_in_an_episode_fails_it_and_one_that_starts_late_does_not() -> None:
-    async with openenv() as (port, process):
+    async with openenv(port_below_ephemeral()) as (port, process):  # while it is away, nobody else gets its port
         episodes = workflow("openenv", url=f"ws://127.0.0.1:{port}", observe=f"{GAME}:observe", connect_deadline_s=60)
         player = policy(*COMPLETIONS)
         player.generate = preceded(player, 1, lambda: kill(process))

@@ -210,8 +210,9 @@ async def test_a_late_tool_is_an_error_for_the_policy_and_in_a_process_so_is_a_c
     named = [f"{file}:{name}" for name in ("hang", "crash", "look")]
     apart = workflow("tools", tools=named, workers=1, call_deadline_s=3.0)  # of which their start takes nothing
     found, _ = await results(apart, call("look", word="w"), late + call("crash"), "ok")
-    assert json.loads(found[0])["word"] == "w"
-    assert str(os.getpid()) not in found[0]
+    looked = json.loads(found[0])
+    assert looked["word"] == "w"
+    assert looked["in"] != f"process {os.getpid()}"  # whole: one number may lie in another
     assert "no answer within 3 s" in found[1]
     assert "ended with code 3" in found[2]
 
