@@ -218,6 +218,18 @@ async def _check_release(make: MakeBuffer) -> None:
     await buffer.put("heir", make_group(held[1]))
     require(slots_of(await buffer.take(2, 0)) == [0, 1], "groups that were put before a release stay")
 
+    buffer = await opened(make, "release-cancelled", make_schedule(max_staleness=1))
+    held = await leases(buffer, 4)
+    for each in held[:2]:
+        await buffer.put("e", make_group(each))
+    for version in range(2):
+        await buffer.take(1, version)  # the second cancels the leases of the last two slots
+    await buffer.release("e")
+    await buffer.advance("e", 1)
+    hearing = await _blocked(buffer.cancelled_leases("e"), "cancelled leases of a released explorer go to nobody")
+    hearing.cancel()
+    await asyncio.wait({hearing})
+
 
 async def _check_cancelled_leases(make: MakeBuffer) -> None:
     buffer = await opened(make, "stale-leases", make_schedule(max_staleness=1))
