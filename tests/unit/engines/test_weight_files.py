@@ -75,7 +75,9 @@ def waiting_in(parent: Path) -> None:
 def test_a_pushed_adapter_lies_as_peft_reads_it_with_its_scale(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", scale=2.0)
     module = adapted(directory)
-    path = WeightFiles(directory, 3).write(described(pushed_adapter(module)), tmp_path / "adapter")
+    files = WeightFiles(directory, 3)
+    path = files.write(described(pushed_adapter(module)), tmp_path / "adapter")
+    assert files.adapted_layers() == sorted({name.split(".")[-3] for name, _ in adapter_state(module)})
     read = attach(load(directory), LoraConfig(path=str(path)), seed=0)
     said, expected = (each(input_ids=TOKENS, use_cache=False).logits for each in (read, module))
     assert (said - expected).abs().max() < 1e-5

@@ -356,7 +356,11 @@ class VllmEngine(DescribedVllmEngine):
 
     async def _started(self) -> AsyncLLM:
         """Starts vLLM with the current weights. Blocks the event loop, which has no other work."""
-        arguments = {**self.config.arguments(self._model_dir), **self.config.options}
+        arguments = self.config.arguments(self._model_dir)
+        if self.config.adapter_rank is not None:
+            # Else vLLM adds an adapter to the output layer in every step, and dies of log-probabilities of a prompt.
+            arguments["lora_target_modules"] = self._files.adapted_layers()
+        arguments |= self.config.options
         llm = started(arguments, self.config.device, self._threads, self._directory)
         await self._give(llm, _Loaded(), self._loaded)
         return llm

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from trivium.foundation.concurrency import ProcessLife
 from trivium.foundation.errors import ConfigError, SyncError
 from trivium.models.backbone.load import load_lm
-from trivium.models.weights.lora import check_base, fingerprint, is_adapter, received_adapter
+from trivium.models.vision.encoder import decoder_of
+from trivium.models.weights.lora import check_base, fingerprint, is_adapter, linear_layers, received_adapter
 from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.models.weights.section import ADAPTER_STEM
 from trivium.models.weights.stream import BUCKET_BYTES, Named, drained, groups
@@ -63,6 +64,11 @@ class WeightFiles:
         """The model without its weights, built when its names are needed."""
         self._fingerprints: Mapping[str, int] = {}
         """The fingerprints of its weights, computed for the first adapter."""
+
+    def adapted_layers(self) -> list[str]:
+        """The last parts of the names of the layers that an adapter may change. The output layer is none of them."""
+        base = self._empty()
+        return linear_layers(decoder_of(base), base)
 
     def files(self, directory: Path | None) -> list[str]:
         """The weight files of a directory that `write` wrote; None: those of the model directory."""
