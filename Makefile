@@ -87,7 +87,7 @@ costs: $(FOR_DEV)
 test-vllm: $(FOR_VLLM)
 	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(OF_TRANSFORMERS)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py tests/e2e/test_vllm_parallel.py \
-		tests/real/test_real_vllm.py
+		tests/e2e/test_vllm_tinker.py tests/real/test_real_vllm.py
 
 # Two test processes: each holds the model several times, up to 5 GB. Without a network the tests of public chat templates
 # are skipped, unless REQUIRE_CHATS is set.

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from trivium.buffers.journal import Journal
 from trivium.config import RunConfig, build
 from trivium.foundation.atomic import atomic_write
-from trivium.foundation.errors import ConfigError, TriviumError
+from trivium.foundation.errors import ConfigError, DataError, TriviumError
 from trivium.foundation.phases import announce
-from trivium.models.weights.section import LoraConfig
+from trivium.models.weights.section import LoraConfig, largest_rank
 from trivium.monitors.fanout import FanOut
 from trivium.protocols import SteppedEngine
 from trivium.runtime.build import algorithm_of, build_engine
@@ -159,8 +159,13 @@ def adapters_of(stage: Stage) -> Adapters:
     train: Any = config.train.on_this_machine()  # pyright: ignore[reportAttributeAccessIssue]
     dtype = torch.float64 if train.dtype == "float64" else getattr(torch, train.frozen_dtype)
     base = load_lm(stage.model_dir, dtype=dtype, device=device_of(train.device), attention=None)
+    most: int | None = getattr(config.engine.for_run(config), "adapter_rank", None)
 
     def make(section: LoraConfig, seed: int, temperature: float) -> SteppedEngine:
+        if most is not None and (rank := largest_rank(section)) > most:
+            found = f"engine.kind {config.engine.kind} samples with those up to rank {most}"
+            do = "choose a lower rank, or start the service with a larger engine.adapter_rank"
+            raise DataError(f"an adapter of rank {rank}", found, do)
         train = config.train.model_copy(update={"lora": section})
         run = config.run.model_copy(update={"seed": seed})
         changed = config.model_copy(update={"train": train, "run": run})

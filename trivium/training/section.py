@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -24,6 +25,8 @@ from trivium.types import Capabilities, capabilities_of
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
+_USUAL_RANK = 32
+"""The rank of an adapter of `run.mode: tinker` whose client names none, in the SDK as well."""
 PRETRAINED_LR, ADAPTER_LR, RANDOM_LR = 1e-6, 1e-4, 1e-3
 """The default learning rates for all weights of a pretrained model, for an adapter of one, and for random weights. An
 adapter learns nothing in a run of usual length with the rate of all weights: it begins as no change at all."""
@@ -135,7 +138,8 @@ class TorchTrainConfig(TrainConfig):
     """The part of a vision-language model's image side that is trained: all of it (`trained`), only the `projector`
     from the vision tower to the language model, or none (`frozen`). Unset: all of it; with `lora`, none."""
     lora: LoraConfig | None = None
-    """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
+    """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights. With
+    `run.mode: tinker` clients describe their adapters, and memory is planned for this one; unset: of rank 32."""
 
     def for_run(self, run: RunConfig) -> TorchTrainConfig:
         section = self.model_copy()
@@ -143,11 +147,16 @@ class TorchTrainConfig(TrainConfig):
         if self.critic_optimizer is not None:
             critic = self.critic_optimizer.at(self.model_copy(update={"lora": None}).usual_lr(run.model))
             object.__setattr__(section, "critic_optimizer", critic)
-        if self.lora is not None:
-            object.__setattr__(section, "lora", self.lora.pushed_as(self._usual_push(run)))
+        lora = self.lora
+        if lora is None and run.run.mode == "tinker":  # clients bring adapters: what memory is planned for
+            lora = LoraConfig(rank=_USUAL_RANK)
+        if lora is not None:
+            object.__setattr__(section, "lora", lora.pushed_as(self._usual_push(run)))
         return section
 
     def _usual_push(self, run: RunConfig) -> Push:
+        if run.run.mode == "tinker":
+            return "adapter"  # of the client whose turn it is
         # Explorers that run as separate commands have only the first stage's model, and a base in fewer bits than its
         # files differs from the one that engines read there.
         has_same_base = run.run.mode in ("both", "serve") and self.frozen_dtype == "float32"
@@ -164,6 +173,8 @@ class TorchTrainConfig(TrainConfig):
     def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from head_precision_problems(self, where)
         path = getattr(run.model, "path", None)
+        if self.frozen_dtype == "bfloat16" and self.lora is not None and self.lora.push == "adapter":
+            yield from _rounded_base_problems(run, path, f"{where}.frozen_dtype")
         if self.lora is not None and self.lora.path is None and self.lora.names_layers and path is not None:
             yield from _adapter_problems(self.lora, path, f"{where}.lora")
 
@@ -202,7 +213,9 @@ class TorchTrainConfig(TrainConfig):
                 "set both to the same",
             )
         device = "cpu" if self.device == "auto" else self.device.partition(":")[0]  # auto is either, and both will do
-        if is_quantized(self.frozen_dtype) and (why := self.refuses_few_bits(device)):
+        if run.run.mode == "tinker":
+            yield from self._served_problems(where)
+        elif is_quantized(self.frozen_dtype) and (why := self.refuses_few_bits(device)):
             yield Problem(f"{where}.frozen_dtype", f"weights in {self.frozen_dtype}", why.reason, why.do)
         yield from self._critic_problems(run, where)
         if self.parallel.tensor > 1 and self.lora is not None:
@@ -215,13 +228,23 @@ class TorchTrainConfig(TrainConfig):
             shape = shape_in(run)
             yield from self.lora.own_problems(f"{where}.lora", None if shape is None else shape.layers)
             adopts = capabilities_of(describe("engines", run.engine.kind)).adopts_adapters
-            if self.lora.push == "adapter" and not adopts:
+            if self.lora.push == "adapter" and not adopts and run.run.mode != "tinker":  # which names engine.kind
                 yield Problem(
                     f"{where}.lora.push",
                     "adapters that explorers add themselves",
                     f"engine.kind {run.engine.kind!r} cannot",
                     "set it to merged",
                 )
+
+    def _served_problems(self, where: str) -> Iterator[Problem]:
+        """What does not fit adapters of clients (`run.mode: tinker`), which the engine adds to the model's weights."""
+        if is_quantized(self.frozen_dtype):
+            reason = "the engine adds adapters to the weights of the files, and these are trained beside others"
+            do = "leave it out, or set it to bfloat16 for a model that was saved in it"
+            yield Problem(f"{where}.frozen_dtype", f"{self.frozen_dtype} with run.mode tinker", reason, do)
+        if self.lora is not None and self.lora.push == "merged":
+            reason = "the engine takes the adapters of several clients in turn"
+            yield Problem(f"{where}.lora.push", "all weights with run.mode tinker", reason, "leave it out")
 
     def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().warnings(run, where)
@@ -234,6 +257,19 @@ class DescribedTorchTrainEngine:
 
     Config = TorchTrainConfig
     capabilities = Capabilities(multiple_ranks=True)
+
+
+def _rounded_base_problems(run: RunConfig, path: str | None, where: str) -> Iterator[Problem]:
+    """Why engines could not add an adapter that is trained beside weights in bfloat16: those of the files differ."""
+    from trivium.models.weights.saved_tensors import is_exact_in_bfloat16
+
+    is_random = isinstance(run.model, ModelConfig) and run.model.has_random_weights
+    with suppress(TriviumError):  # of files that another rule reports
+        if is_random or (path is not None and not is_exact_in_bfloat16(Path(path))):
+            found = "the model's weights have more bits, and engines add the adapter to these"
+            do = "set it to float32, or save the model in bfloat16"
+            do += "" if run.run.mode == "tinker" else ", or set train.lora.push: merged"
+            yield Problem(where, "a base in bfloat16, for an adapter that engines add themselves", found, do)
 
 
 def _adapter_problems(lora: LoraConfig, model: str, where: str) -> Iterator[Problem]:

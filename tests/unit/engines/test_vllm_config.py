@@ -39,6 +39,9 @@ def configured(
     return configs.configured(algorithm="grpo", engine=section, train={"lora": lora} if lora else {}, **more)
 
 
+SERVED: dict[str, Any] = {"run": {"mode": "tinker"}, "tasks": {"train": {"kind": "served"}}, "rewards": []}
+
+
 def test_vllm_takes_adapters_of_the_rank_that_the_run_sends(tmp_path: Path) -> None:
     def rank(config: RunConfig) -> int | None:
         engine = config.engine.for_run(config)
@@ -48,6 +51,9 @@ def test_vllm_takes_adapters_of_the_rank_that_the_run_sends(tmp_path: Path) -> N
     assert rank(configured()) is None
     assert rank(configured(lora={"rank": 4})) is None, "merged weights are sent"
     assert rank(configured(lora={"rank": 4, "push": "adapter"})) == 4
+    assert rank(configured(**SERVED)) == 32, "the SDK's own"
+    assert rank(configured(lora={"rank": 4}, **SERVED)) == 4
+    assert rank(configured({"adapter_rank": 8}, **SERVED)) == 8
     base = load_lm(write_model(tmp_path / "model"), dtype="auto")
     save_adapter(attach(base, LoraConfig(rank=20), seed=0), tmp_path / "start")
     config = configured(lora={"path": str(tmp_path / "start"), "push": "adapter"})
@@ -140,6 +146,7 @@ def test_training_leaves_tokens_out_where_vllm_lists_all_that_it_kept(how: dict[
         ({}, {}, "GPUs"),
         ({"device": "cuda"}, {"cluster": {"kind": "ray"}}, "trainer's"),
         ({"device": "cuda"}, {"schedule": {"max_staleness": 1}}, "max_staleness 1"),
+        ({"device": "cuda"}, SERVED, "clients"),
     ],
 )
 def test_vllm_does_not_sleep_where_it_shares_no_gpu_in_turns(

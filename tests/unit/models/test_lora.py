@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -562,6 +562,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         ({"train": {"lora": {}, "frozen_dtype": "bfloat16"}}, "merged"),  # engines read another base from the files
         ({"engine": {"kind": "vllm"}}, "merged"),  # it would add the adapter in every step
         ({"engine": {"kind": "vllm"}, "train": {"lora": {"push": "adapter"}}}, "adapter"),
+        ({"engine": {"kind": "vllm"}, "run": {"mode": "tinker"}, "tasks": {"train": {"kind": "served"}}}, "adapter"),
         ({"run": {"mode": "train"}, "buffer": {"kind": "sql"}, "sync": {"method": "checkpoint"}}, "merged"),
     ],
 )
@@ -582,6 +583,18 @@ def test_what_explorers_receive_may_change_when_a_run_resumes(before: str | None
     """Also by the mode of the commands that continue it, on which the usual value depends."""
     began, config = (configured(train={"lora": {"push": push}}) for push in (before, now))
     assert resume_differences(yaml.safe_load(to_yaml(began)), config) == []
+
+
+def test_engines_add_no_adapter_to_weights_with_more_bits_than_those_that_it_is_trained_beside(tmp_path: Path) -> None:
+    def problems(model: Mapping[str, Any], **lora: Any) -> list[str]:
+        sections = {"frozen_dtype": "bfloat16", "lora": {"push": "adapter", **lora}}
+        config = configured(model=model, train=sections)
+        return [problem.where for problem in config.train.machine_problems(config, "train")]
+
+    wide, narrow = ({"kind": "hf", "path": str(write_model(tmp_path / name, "llama"))} for name in ("wide", "narrow"))
+    load_lm(narrow["path"], dtype=torch.bfloat16).save_pretrained(narrow["path"])
+    assert problems(wide) == problems({"kind": "tiny"}) == ["train.frozen_dtype"]
+    assert problems(narrow) == problems(wide, push="merged") == []
 
 
 class Kept:

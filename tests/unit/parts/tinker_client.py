@@ -74,7 +74,8 @@ class Client:
         return await self.result(answer["request_id"]) if "request_id" in answer else answer
 
     async def result(self, id: str) -> Any:
-        response = await self.post("retrieve_future", {"request_id": id})
+        while (response := await self.post("retrieve_future", {"request_id": id})).status_code == 408:
+            """The request is still pending."""
         assert response.status_code == 200, response.text
         return response.content if "protobuf" in response.headers["content-type"] else response.json()
 
@@ -107,13 +108,15 @@ class Client:
         return await self.ask("asample", {**body, "prompt": chunks, "sampling_params": params, **more})
 
 
-def stage_in(directory: Path) -> Stage:
+def stage_in(directory: Path, **changes: Any) -> Stage:
+    """The stage of a service. `changes` replace sections of its config."""
     sections: dict[str, Any] = {
         "run": {"dir": str(directory), "mode": "tinker"},
         "model": tiny_model(),
         "tasks": {"train": {"kind": "served"}},
         "serve": {"model": NAME, "max_models": 3},
         "cluster": {"threads": 1},
+        **changes,
     }
     config = config_from_mapping(sections, None)
     model_dir = build("models", config.model, seed=0).materialize(directory / "model")
@@ -137,8 +140,8 @@ async def served(service: TinkerService, key: str | None = None) -> AsyncGenerat
         await service.futures.close()
 
 
-def opened(directory: Path) -> TinkerService:
-    stage = stage_in(directory)
+def opened(directory: Path, **changes: Any) -> TinkerService:
+    stage = stage_in(directory, **changes)
     return open_service(stage, ServiceLog(stage))
 
 

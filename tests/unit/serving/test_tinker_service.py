@@ -9,17 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from configs import configured, problems_of
+from failing import refused
 from tinker_client import Client, again, datum, gathered, loss_message, opened, served, stage_in, supervised, tensor
 
 import trivium.runtime.adapter_service as adapter_service_module
 import trivium.serving.tinker.futures as futures_module
 from trivium.config.saved import as_yaml
+from trivium.foundation.errors import DataError
 from trivium.inspection.viewer.group_list import Query
 from trivium.inspection.viewer.watched_run import WatchedRun
-from trivium.runtime.adapter_service import ServiceLog
+from trivium.models.backbone.load import load_lm
+from trivium.runtime.adapter_service import ServiceLog, adapters_of
 from trivium.serving.tinker.saved_states import SavedStates
 from trivium.serving.tinker.service import TinkerService
+from trivium.serving.tinker.verbs import Lora
 from trivium.serving.tinker.wire import read_message, write_message
 from trivium.types import Completion, StopReason
 
@@ -370,6 +375,29 @@ def test_a_config_of_the_service() -> None:
         configured, **served, engine={"kind": "scripted", "replies": ["1"]}, serve={"host": "0.0.0.0"}
     )
     assert {*problems} == {"engine.kind", "serve.key_variable"}
+    train = {"frozen_dtype": "nf4", "lora": {"push": "merged"}}
+    assert {*problems_of(configured, **served, train=train)} == {"train.frozen_dtype", "train.lora.push"}
+
+
+def test_an_adapter_that_the_engine_cannot_sample_with_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    adapters = adapters_of(stage_in(tmp_path, engine={"kind": "vllm", "device": "cpu", "adapter_rank": 2}))
+    adapters.new(Lora(rank=2), 0).close()
+    with refused(DataError, "rank 3", "engine.kind vllm", "rank 2", "engine.adapter_rank"):
+        adapters.new(Lora(rank=3), 0)
+
+
+async def test_a_base_that_was_saved_in_bfloat16_may_stay_in_it(tmp_path: Path) -> None:
+    directory = stage_in(tmp_path).model_dir
+    load_lm(directory, dtype=torch.bfloat16).save_pretrained(directory)
+    model = {"kind": "hf", "path": str(directory)}
+    async with served(opened(tmp_path, model=model, train={"frozen_dtype": "bfloat16"})) as client:
+        trained_model, losses = await trained(client)
+        assert losses[2] < losses[0]
+        own = log_probs_of(await client.loss(trained_model, [supervised(TOKENS)], only=True))[0]
+        sampler = (await client.save(trained_model, None, "save_weights_for_sampler"))["sampling_session_id"]
+        raw = await client.sample(sampler, TOKENS, prompt_logprobs=True)
+        prompt = np.frombuffer(read_message(memoryview(raw), SAMPLE)["prompt"], "<f4")
+        assert np.allclose(prompt[1:], own, atol=0.05)
 
 
 # --------------------------------------------------------------------------- hostile requests

@@ -58,7 +58,7 @@ class DescribedVllmEngine:
         repeats as far as vLLM's arithmetic repeats."""
         adapter_rank: int | None = free(None, ge=1, le=_ADAPTER_RANKS[-1])
         """Largest rank of the LoRA adapters that vLLM receives instead of all weights. Unset: the rank of `train.lora`
-        with `push: adapter`; otherwise vLLM receives no adapters."""
+        with `push: adapter`, or 32 with `run.mode: tinker`; otherwise vLLM receives no adapters."""
         options: dict[str, Any] = free({})
         """Further arguments of vLLM's engine by their names (`{kv_cache_dtype: fp8}`)."""
         max_restarts: int = free(3, ge=0)
@@ -157,7 +157,8 @@ class DescribedVllmEngine:
                 do = "set enable_return_routed_experts: true there"
                 yield Problem(f"{where}.options", "the experts that rollouts were sampled with", reason, do)
             rank = _pushed_rank(run)
-            if rank is not None and rank > (self.adapter_rank or _ADAPTER_RANKS[-1]):
+            is_chosen_by_clients = run.run.mode == "tinker" and self.adapter_rank is not None  # up to it
+            if rank is not None and rank > (self.adapter_rank or _ADAPTER_RANKS[-1]) and not is_chosen_by_clients:
                 reason = f"engine.kind vllm takes up to {self.adapter_rank or _ADAPTER_RANKS[-1]}"
                 do = "leave engine.adapter_rank out, lower the rank, or set push: merged"
                 yield Problem(f"{where}.adapter_rank", f"adapters of rank {rank} (train.lora.push)", reason, do)
@@ -195,6 +196,8 @@ class DescribedVllmEngine:
                 return "vLLM sleeps only on GPUs, and the device is cpu"
             if run.cluster.kind != "local" or run.run.mode == "explore":
                 return "its GPU is not the trainer's: engine and trainer are processes of their own"
+            if run.run.mode == "tinker":
+                return "some clients sample while others train"
             if run.max_staleness:
                 return f"completions are sampled while the trainer learns (max_staleness {run.max_staleness})"
             return None

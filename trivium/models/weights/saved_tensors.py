@@ -116,6 +116,19 @@ def open_tensors(paths: Sequence[Path], device: torch.device | None = None) -> S
     return PickledFiles(paths, device)
 
 
+def is_exact_in_bfloat16(directory: Path) -> bool:
+    """Whether bfloat16 holds the weights of a Hugging Face directory exactly, by the first rows of each matrix. Raises
+    DataError for files that cannot be read."""
+    tensors = open_tensors(weight_files(directory))
+    for name, entry in tensors.entries.items():
+        if len(entry.shape) > 1 and isinstance(entry.dtype, torch.dtype) and entry.dtype.is_floating_point:
+            some = torch.empty((min(entry.shape[0], 8), *entry.shape[1:]), dtype=entry.dtype)
+            tensors.copy_rows(name, 0, some)
+            if not torch.equal(some, some.to(torch.bfloat16).to(entry.dtype)):
+                return False
+    return True
+
+
 class SafetensorsFiles:
     """The tensors of safetensors files. They stay open while this object exists: files that are removed meanwhile stay
     readable. Not thread-safe."""

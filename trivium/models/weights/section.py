@@ -63,8 +63,8 @@ class LoraConfig(Config):
     first."""
     push: Push | None = free(None)
     """What explorers receive: all weights with the adapter added, or only the adapter, which they add themselves.
-    Unset: the adapter, if one command explores and trains, `engine.kind` is `torch` and `frozen_dtype` is `float32`;
-    else all weights."""
+    Unset: the adapter, if one command explores and trains, `engine.kind` is `torch` and `frozen_dtype` is `float32`,
+    and always with `run.mode: tinker`; else all weights."""
 
     def pushed_as(self, usual: Push) -> LoraConfig:
         """The section with `usual` as `push`, if that is unset."""
