@@ -106,7 +106,7 @@ def test_an_update_does_not_depend_on_how_it_is_computed(name: str, tmp_path: Pa
         ("lfm2", {"in_proj", "out_proj", "q_proj", "w1"}),
         ("qwen3_next", {"in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"}),
         ("mamba2", {"in_proj"}),
-        ("zamba2", {"in_proj", "out_proj", "q_proj"}),
+        ("zamba2", {"in_proj", "out_proj"}),
     ],
 )
 def test_adapters_are_added_to_the_projections_of_recurrent_layers(
@@ -116,6 +116,7 @@ def test_adapters_are_added_to_the_projections_of_recurrent_layers(
     model = attach(load_lm(tmp_path, dtype=torch.float32, attention=None), LoraConfig(rank=2), seed=0)
     adapted = {key.split(".lora_A.")[0].rpartition(".")[2] for key, _ in model.named_parameters() if ".lora_A." in key}
     assert projections <= adapted
+    assert name != "zamba2" or "q_proj" not in adapted, "its layers of attention have one weight"
     merged = dict(merged_state(model))
     assert merged.keys() == base.state_dict().keys()
 

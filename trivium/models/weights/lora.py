@@ -11,6 +11,7 @@ import json
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -332,11 +333,14 @@ def _targets(module: PreTrainedModel, named: tuple[str, ...] | None, layers: lis
 
 
 def linear_layers(part: PreTrainedModel, module: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all linear layers in a part of a model, without the output layer."""
+    """The last parts of the names of all linear layers in a part of a model, without the output layer and layers of
+    which several have one weight (Zamba 2): it cannot hold the adapters of all."""
     output = module.get_output_embeddings()
-    linear = (name for name, layer in part.named_modules() if type(layer) in _LINEAR and layer is not output)
+    linear = {name: layer for name, layer in part.named_modules() if type(layer) in _LINEAR and layer is not output}
+    owners = Counter(id(layer.weight) for layer in linear.values())
+    tied = {name.rpartition(".")[2] for name, layer in linear.items() if owners[id(layer.weight)] > 1}
     # peft would take the number of a layer in a list for the number of a block.
-    names = {last for last in (name.rpartition(".")[2] for name in linear) if not last.isdecimal()}
+    names = {last for last in (name.rpartition(".")[2] for name in linear) if not last.isdecimal()} - tied
     if module.config.model_type in _FUSED_TYPES:
         names.discard("out_proj")
     layers = (layer for layer in part.modules() if not isinstance(layer, nn.Conv1d))
@@ -367,7 +371,7 @@ def _check(module: PreTrainedModel, output: nn.Module | None) -> None:
         if type(layer.base_layer) not in _LINEAR:
             problem = f"{name} is not a linear layer"
         owner = owners.setdefault(id(layer.base_layer.weight), name)
-        if owner != name:  # one merged weight cannot hold two adapters (Zamba 2)
+        if owner != name:
             problem = f"{name} has the weight of {owner}, and its own adapter"
     if problem is not None:
         asked, do = f"an adapter for {type(module).__name__}", "name other layers in train.lora.targets"
