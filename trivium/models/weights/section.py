@@ -50,9 +50,8 @@ class LoraConfig(Config):
     targets: Annotated[tuple[str, ...] | None, BeforeValidator(_unless_all)] = None
     """Last parts of the names of the layers that get an adapter (`q_proj`, `v_proj`). Unset, or peft's `all-linear`:
     every linear layer except the output layer and layers that share one weight; in a mixture of experts, those of
-    attention. In a vision model, names
-    mean layers of the language part; a name with a dot (`visual.blocks.0.attn.qkv`) means any layer whose name ends
-    with it."""
+    attention. In a vision model, names mean layers of the language part; a name with a dot
+    (`visual.blocks.0.attn.qkv`) means any layer whose name ends with it."""
     exclude: tuple[str, ...] | str | None = None
     """Layers among them that get no adapter: last parts of their names, or a pattern for whole names (`.*visual.*`)."""
     layers: int | None = Field(default=None, ge=1)
