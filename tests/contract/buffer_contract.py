@@ -226,9 +226,9 @@ async def _check_release(make: MakeBuffer) -> None:
         await buffer.take(1, version)  # the second cancels the leases of the last two slots
     await buffer.release("e")
     await buffer.advance("e", 1)
-    hearing = await _blocked(buffer.cancelled_leases("e"), "cancelled leases of a released explorer go to nobody")
-    hearing.cancel()
-    await asyncio.wait({hearing})
+    waiting = await _blocked(buffer.cancelled_leases("e"), "a released explorer has no cancelled leases")
+    waiting.cancel()
+    await asyncio.wait({waiting})
 
 
 async def _check_cancelled_leases(make: MakeBuffer) -> None:

@@ -33,6 +33,13 @@ from trivium.types import SERVED, capabilities_of
 class Config(BaseConfig):
     """Base of the sections whose rules involve the whole config."""
 
+    def with_usual(self, **values: object) -> Self:
+        """A copy with these values. They still count as unset: a stage that differs in other sections has its own."""
+        section = self.model_copy()
+        for name, value in values.items():
+            object.__setattr__(section, name, value)  # the section is frozen for everything else
+        return section
+
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         """A rule: reports what is wrong with this section, given the others of `run`. `where` is its path."""
         yield from ()

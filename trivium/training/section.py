@@ -58,12 +58,7 @@ class OptimizerConfig(Config):
 
     def at(self, rate: float) -> OptimizerConfig:
         """The section with `rate` as `lr`, if that is unset."""
-        if self.lr is not None:
-            return self
-        section = self.model_copy()
-        # The field still counts as unset: a stage that trains another part of the model has its own rate.
-        object.__setattr__(section, "lr", rate)
-        return section
+        return self if self.lr is not None else self.with_usual(lr=rate)
 
 
 class TorchTrainConfig(TrainConfig):
@@ -142,17 +137,15 @@ class TorchTrainConfig(TrainConfig):
     `run.mode: tinker` clients describe their adapters, and memory is planned for this one; unset: of rank 32."""
 
     def for_run(self, run: RunConfig) -> TorchTrainConfig:
-        section = self.model_copy()
-        object.__setattr__(section, "optimizer", self.optimizer.at(self.usual_lr(run.model)))
-        if self.critic_optimizer is not None:
-            critic = self.critic_optimizer.at(self.model_copy(update={"lora": None}).usual_lr(run.model))
-            object.__setattr__(section, "critic_optimizer", critic)
-        lora = self.lora
+        critic, lora = self.critic_optimizer, self.lora
+        if critic is not None:
+            critic = critic.at(self.model_copy(update={"lora": None}).usual_lr(run.model))
         if lora is None and run.run.mode == "tinker":  # clients bring adapters: what memory is planned for
             lora = LoraConfig(rank=_USUAL_RANK)
         if lora is not None:
-            object.__setattr__(section, "lora", lora.pushed_as(self._usual_push(run)))
-        return section
+            lora = lora.pushed_as(self._usual_push(run))
+        optimizer = self.optimizer.at(self.usual_lr(run.model))
+        return self.with_usual(optimizer=optimizer, critic_optimizer=critic, lora=lora)
 
     def _usual_push(self, run: RunConfig) -> Push:
         if run.run.mode == "tinker":

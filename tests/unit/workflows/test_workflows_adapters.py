@@ -210,7 +210,7 @@ def preceded(player: Policy, num_turns: int, action: Callable[[], Awaitable[obje
 
 
 async def test_a_server_that_dies_in_an_episode_fails_it_and_one_that_starts_late_does_not() -> None:
-    async with openenv(port_below_ephemeral()) as (port, process):  # while it is away, nobody else gets its port
+    async with openenv(port_below_ephemeral()) as (port, process):  # its port stays free while it is away
         episodes = workflow("openenv", url=f"ws://127.0.0.1:{port}", observe=f"{GAME}:observe", connect_deadline_s=60)
         player = policy(*COMPLETIONS)
         player.generate = preceded(player, 1, lambda: kill(process))

@@ -68,12 +68,7 @@ class LoraConfig(Config):
 
     def pushed_as(self, usual: Push) -> LoraConfig:
         """The section with `usual` as `push`, if that is unset."""
-        if self.push is not None:
-            return self
-        section = self.model_copy()
-        # The field still counts as unset: a stage with another engine has its own.
-        object.__setattr__(section, "push", usual)
-        return section
+        return self if self.push is not None else self.with_usual(push=usual)
 
     @property
     def names_layers(self) -> bool:
