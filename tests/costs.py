@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Generator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -51,6 +51,27 @@ CHOSEN = frozenset(
 _PROPERTY = "cpu_s"
 
 
+class Cost(NamedTuple):
+    """CPU seconds of one test."""
+
+    alone: float
+    """Of the test itself, with the fixtures that only it has."""
+    setup: float = 0.0
+    """Of the fixtures for several tests that this one was the first to need."""
+    shared: float = 0.0
+    """Of all fixtures for several tests that it needs, also those that another test set up: where that one is left out,
+    this one sets them up."""
+
+    @property
+    def spent(self) -> float:
+        return self.alone + self.setup
+
+    @property
+    def by_itself(self) -> float:
+        """What it costs to run this test only."""
+        return self.alone + self.shared
+
+
 class Recorded(NamedTuple):
     """The costs of a file."""
 
@@ -82,25 +103,31 @@ def is_slow(file: str, function: str, before: Mapping[str, Recorded]) -> bool:
     )
 
 
-def write(costs: Mapping[str, float]) -> None:
-    """Writes costs.json from the CPU seconds of each node id. Files without a measurement keep theirs."""
+def write(costs: Mapping[str, Cost]) -> None:
+    """Writes costs.json from the cost of each node id. Files without a measurement keep theirs."""
     before = recorded() if FILE.is_file() else {}
-    files = defaultdict[str, dict[str, list[float]]](lambda: defaultdict(list))
-    for nodeid, seconds in costs.items():
+    files = defaultdict[str, dict[str, list[Cost]]](lambda: defaultdict(list))
+    for nodeid, cost in costs.items():
         file, function = name_of(nodeid)
-        files[file][function].append(seconds)
+        files[file][function].append(cost)
     now = {file: each for file, each in before.items() if (ROOT / file).is_file()}
     for file, functions in files.items():
-        heavy = {name for name, each in functions.items() if max(each) > MOST}
+        heavy = {name for name, each in functions.items() if max(cost.by_itself for cost in each) > MOST}
         measured = Recorded(0.0, 0.0, frozenset(heavy))
-        quick = [sum(each) for name, each in functions.items() if not is_slow(file, name, {file: measured})]
-        now[file] = Recorded(round(sum(map(sum, functions.values())), 1), round(sum(quick), 1), frozenset(heavy))
+        quick = [cost for name, each in functions.items() if not is_slow(file, name, {file: measured}) for cost in each]
+        seconds = sum(cost.spent for each in functions.values() for cost in each)
+        now[file] = Recorded(round(seconds, 1), round(_together(quick), 1), frozenset(heavy))
     content = {
         file: {"seconds": each.seconds, "quick": each.quick, "slow": sorted(each.slow)}
         for file, each in sorted(now.items())
     }
     FILE.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), now), encoding="utf-8")
+
+
+def _together(costs: Collection[Cost]) -> float:
+    """CPU seconds of some tests of a file that run without its others."""
+    return sum(cost.alone for cost in costs) + max((cost.shared for cost in costs), default=0.0)
 
 
 def with_table(page: str, now: Mapping[str, Recorded]) -> str:
@@ -122,19 +149,20 @@ def with_table(page: str, now: Mapping[str, Recorded]) -> str:
     return before + head + "".join(rows).rstrip("\n") + end + after
 
 
-def grown(costs: Mapping[str, float], skipped: Collection[str] = ()) -> list[str]:
+def grown(costs: Mapping[str, Cost], skipped: Collection[str] = ()) -> list[str]:
     """The files whose part of `make test` grew most in a run of all tests, if the whole part did; else none.
 
     The costs of all tests of such a run, divided by the recorded ones, are the pace of this machine. Files with a test
     among the `skipped` are not compared: without the configs of the peers, the front doors need 40 % less."""
     before = recorded()
-    seconds, quick = defaultdict[str, float](float), defaultdict[str, float](float)
+    seconds, chosen = defaultdict[str, float](float), defaultdict[str, list[Cost]](list)
     incomplete = {name_of(nodeid)[0] for nodeid in skipped}
     for nodeid, cost in costs.items():
         file, function = name_of(nodeid)
         if file not in incomplete:
-            seconds[file] += cost
-            quick[file] += 0.0 if is_slow(file, function, before) else cost
+            seconds[file] += cost.spent
+            chosen[file] += [] if is_slow(file, function, before) else [cost]
+    quick = {file: _together(each) for file, each in chosen.items()}
     known = [file for file in seconds if file in before]
     pace = sum(seconds[file] for file in known) / max(1e-9, sum(before[file].seconds for file in known))
     expected = {file: pace * before[file].quick if file in before else 0.0 for file in quick}
@@ -166,25 +194,41 @@ class Costs:
         self.records = records
         self._grown: list[str] = []
         self._began = 0.0
-        self._costs: dict[str, float] = {}
+        self._setup = 0.0
+        self._fixtures: dict[pytest.FixtureDef[Any], float] = {}
+        self._costs: dict[str, Cost] = {}
         self._skipped = set[str]()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
-        self._began = spent()
+        self._began, self._setup = spent(), 0.0
         return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        began, inner = spent(), self._setup
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function":
+                seconds = spent() - began - (self._setup - inner)  # without those that it asks for as it runs
+                self._fixtures[fixturedef] = seconds
+                self._setup += seconds
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         if call.when == "teardown":  # the last report of a test; pytest-xdist sends it to the first process
-            item.user_properties.append((_PROPERTY, spent() - self._began))
+            known = cast(Any, item)._fixtureinfo.name2fixturedefs.values()
+            shared = sum(self._fixtures.get(each, 0.0) for fixtures in known for each in fixtures)
+            item.user_properties.append((_PROPERTY, (spent() - self._began - self._setup, self._setup, shared)))
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped:
             self._skipped.add(report.nodeid)
         if report.when == "teardown":
-            self._costs[report.nodeid] = float(str(dict(report.user_properties)[_PROPERTY]))
+            alone, setup, shared = cast(list[float], dict(report.user_properties)[_PROPERTY])
+            self._costs[report.nodeid] = Cost(alone, setup, shared)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):  # a process of pytest-xdist

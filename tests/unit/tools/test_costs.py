@@ -6,8 +6,13 @@ from pathlib import Path
 import costs
 import pytest
 
-QUICK = {f"tests/unit/test_{name}.py::test_{number}[{case}]": 0.1 for name in "abc" for number in "12" for case in "xy"}
-ALL = {**QUICK, "tests/unit/test_a.py::test_heavy": 5.0, "tests/e2e/test_d.py::test_run": 0.2}
+QUICK = {
+    f"tests/unit/test_{name}.py::test_{number}[{case}]": costs.Cost(0.1)
+    for name in "abc"
+    for number in "12"
+    for case in "xy"
+}
+ALL = {**QUICK, "tests/unit/test_a.py::test_heavy": costs.Cost(5.0), "tests/e2e/test_d.py::test_run": costs.Cost(0.2)}
 
 PAGE = "Before.\n\n| tests | all | `make test` |\n|---|---|---|\n| of | an | earlier run |\n\nAfter.\n"
 
@@ -49,16 +54,53 @@ def test_what_one_case_makes_slow_and_whole_runs_are_left_out() -> None:
 
 
 def test_a_slower_machine_is_no_growth_and_a_slower_file_is_named() -> None:
-    slower = {name: 3 * cost for name, cost in ALL.items()}
+    slower = {name: costs.Cost(3 * cost.alone) for name, cost in ALL.items()}
     assert not costs.grown(slower)
-    grew = slower | {name: 3.0 for name in QUICK if "test_b" in name}
+    grew = slower | {name: costs.Cost(3.0) for name in QUICK if "test_b" in name}
     assert costs.grown(grew)[0].startswith("unit/test_b.py")
-    added = slower | {f"tests/unit/test_new.py::test_{number}": 0.4 for number in range(9)}
+    added = slower | {f"tests/unit/test_new.py::test_{number}": costs.Cost(0.4) for number in range(9)}
     assert costs.grown(added)[0].startswith("unit/test_new.py")
 
 
 def test_skipped_tests_do_not_change_the_pace() -> None:
     heavy = "tests/unit/test_a.py::test_heavy"
-    skipping = ALL | {heavy: 0.0}
+    skipping = ALL | {heavy: costs.Cost(0.0)}
     assert costs.grown(skipping)  # the others would look slow beside them
     assert not costs.grown(skipping, {heavy})
+
+
+FIXTURES = """
+import time
+import pytest
+
+def work(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+@pytest.fixture(scope="module")
+def dear():
+    work(0.7)
+
+@pytest.fixture
+def own():
+    work(0.2)
+
+def test_first(dear): pass
+def test_second(dear, own): pass
+def test_alone(): pass
+"""
+
+
+def test_a_fixture_for_several_tests_counts_for_each_and_is_spent_once(tmp_path: Path) -> None:
+    """Whichever test of `make test` is the first sets it up."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    (tmp_path / "test_shared.py").write_text(FIXTURES)
+    measured = costs.Costs(records=True)
+    assert pytest.main(["-q", "-p", "no:cacheprovider", str(tmp_path)], plugins=[measured]) == 0
+    found = {name.partition("::")[2]: cost for name, cost in measured._costs.items()}
+    assert {name for name, cost in found.items() if cost.by_itself > costs.MOST} == {"test_first", "test_second"}
+    assert found["test_first"].setup == found["test_second"].shared > 0.6
+    assert found["test_second"].setup == 0.0
+    assert 0.1 < found["test_second"].alone < 0.6
+    assert sum(cost.spent for cost in found.values()) < 1.4
