@@ -107,6 +107,11 @@ def test_an_adapter_learns_beside_experts_on_other_ranks(found: dict[int, list[A
     assert all(ranks[0]["adapter"].distance(alone) < 1e-9 for ranks in found.values())
 
 
+def test_process_groups_have_one_thread(found: dict[int, list[Any]]) -> None:
+    """Two threads of a group of torch write the same string without a lock, and free its memory twice."""
+    assert all(rank["threads"] == {1} for ranks in found.values() for rank in ranks)
+
+
 def test_each_rank_holds_its_part(found: dict[int, list[Any]]) -> None:
     for size, ranks in found.items():
         for layout in LAYOUTS:

@@ -34,7 +34,7 @@ from trivium.models.weights.saved_tensors import SafetensorsFiles
 from trivium.models.weights.stream import type_name
 from trivium.protocols import TensorSpec
 from trivium.training.distributed.fsdp import full_tensor
-from trivium.training.distributed.ranks import Ranks
+from trivium.training.distributed.ranks import GLOO, Ranks
 from trivium.types import SaveStrategy
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def _describe(model: PreTrainedModel, folder: Path) -> None:
 def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Process groups for saves that training waits for, and for background saves. A background save runs beside
     collective calls of training and other saves."""
-    foreground, background = (dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S)) for _ in range(2))
+    foreground, background = (dist.new_group(backend=GLOO, timeout=timedelta(seconds=DEADLINE_S)) for _ in range(2))
     assert isinstance(foreground, dist.ProcessGroup)
     assert isinstance(background, dist.ProcessGroup)
     return foreground, background

@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 CPU = torch.device("cpu")
 COLLECTIVE_S = 600.0
 """Default deadline of a collective call."""
+GLOO = "gloo_of_one_thread"
+"""torch's name for the groups of `_gloo`."""
 _POLL_S = 0.02
 
 
@@ -154,7 +156,7 @@ def join_ranks(
 def open_process_group(kind: str, deadline_s: float = COLLECTIVE_S) -> None:
     """Opens the group of all ranks once, for CPU tensors and, if `kind` is `cuda`, for CUDA tensors too."""
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo"
+        backend = f"cpu:{GLOO},cuda:nccl" if kind.startswith("cuda") else GLOO
         # By default gloo takes the address of the host's name, which is a loopback address on many machines. Other
         # machines could not reach it.
         if ranks_here() < launched_ranks() and "GLOO_SOCKET_IFNAME" not in os.environ and (name := own_interface()):
@@ -165,6 +167,26 @@ def open_process_group(kind: str, deadline_s: float = COLLECTIVE_S) -> None:
         # The store of torchrun also holds the keys of the ranks before a restart, with addresses where none listens.
         store = PrefixStore(_agreed_prefix(store, rank, size, deadline_s), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """A gloo group with one thread, otherwise as torch makes it.
+
+    torch gives it two. Both write the name of the last operation that ended, and hold no lock then
+    (ProcessGroupGloo::runLoop of torch 2.13). Names of more than 15 letters, as of the gathers of DTensor and of the
+    scatters of FSDP, lie on the heap: two writes at once free the same memory twice. Ranks then abort, or wait for each
+    other until the deadline: once in 25 runs of the tests of split layers on a busy machine.
+    """
+    options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
+        dist.ProcessGroupGloo.create_default_device()
+    ]
+    options._timeout, options._threads = timeout, 1
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+dist.Backend.register_backend(GLOO, _gloo, devices=["cpu"])
 
 
 def _agreed_prefix(store: Store, rank: int, size: int, deadline_s: float) -> str:
