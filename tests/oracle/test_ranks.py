@@ -16,6 +16,7 @@ import pytest
 import torch
 from algebra import column_names, number, objectives, policy_objective
 from hybrid_parts import write_hybrid
+from rank_parts_of_splitting import joined
 from rank_processes import run_ranks
 from training_parts import SIZE, VOCABULARY, Parts, random_model, write_model
 from transformers import Qwen3MoeConfig
@@ -24,7 +25,7 @@ from trivium.algorithms import ValueObjective, catalogue
 from trivium.loops import prepare_mini_batch
 from trivium.protocols import TrainEngine
 from trivium.training.distributed.data_parallel import DistributedTrainEngine, RankVerbs
-from trivium.training.distributed.ranks import ALONE, Ranks, join_ranks
+from trivium.training.distributed.ranks import ALONE, Ranks
 from trivium.training.distributed.torchrun import TorchrunRanks, serve_rank, stop_ranks
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics, Teacher
@@ -309,7 +310,7 @@ def on_ranks(rank: int, size: int, directory: Path, batches: Mapping[str, Batch]
         how = WAYS[size][name]
         said = dict(how.config)
         sizes = {"sequence": said.get("sequence_parallel", 1), "shard": said.get("shard", 0)}
-        ranks = join_ranks(**sizes, **said.get("parallel", {}), device="cpu")
+        ranks = joined(**sizes, **said.get("parallel", {}), device="cpu")
         assert (ranks.size, ranks.rank) == (size, rank)
         return ranks, make_engine(directory, how, ranks, max_tokens=30)
 

@@ -29,6 +29,8 @@ from trivium.training.snapshot import full_weights
 from trivium.types import Teacher
 
 BATCH = make_batch(advantages=0.5, returns=0.2)
+joined = cache(join_ranks)
+"""To join again makes process groups again, whose threads wake a hundred times a second until the process ends."""
 ADAPTER = {"rank": 2}
 TOKENS = 8
 _COUNTS = torch.tensor([2, 1, 0, -2, 3, 2])
@@ -79,12 +81,6 @@ class Step:
     def is_whole(self) -> bool:
         """Whether it has the critic and the average."""
         return len(self.norms) == len(_TRAINED) and any(name.startswith("average ") for name in self.weights)
-
-
-@cache
-def joined(layout: str) -> Ranks:
-    """The ranks of a layout. To join again makes process groups again, with threads that stay."""
-    return join_ranks(**HYBRID_LAYOUTS[layout])
 
 
 def gloo_threads() -> set[int]:
@@ -138,27 +134,28 @@ def step(engine: TorchTrainEngine) -> Step:
 def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
     """Steps by layout, `resumed` ones from the checkpoint of one process, faulty ones by fault, the part of the
     parameters that this rank holds, and the numbers of a split output layer."""
-    joined("tensor")
+    joined(tensor=2)
     own = VocabularyPart(rank * TOKENS // size, torch.distributed.group.WORLD)
     done: dict[str, Any] = {"head": [head_numbers(own, TOKENS // size, kept) for kept in (None, KEPT)]}
     for name, parallel in LAYOUTS.items():
-        engine = engine_of(directory, joined(name), average=True, **parallel)
+        engine = engine_of(directory, joined(**parallel), average=True, **parallel)
         done[f"{name} part"] = part_of(engine)
         done[name] = step(engine)
         engine.save(directory / f"{size} {name}")
         engine.load(directory / "alone")
         done[f"{name} resumed"] = step(engine)
-    done["adapter"] = step(engine_of(directory, joined("expert"), lora=ADAPTER, expert=2))
+    done["adapter"] = step(engine_of(directory, joined(expert=2), lora=ADAPTER, expert=2))
     for kind in SPLIT_MODELS if size == 2 else ():
         for number, name in enumerate(layouts_of(kind)):
-            engine = engine_of(directory, joined(name), model=kind, critic=number == 0, **LAYOUTS[name])
+            layout = LAYOUTS[name]
+            engine = engine_of(directory, joined(**layout), model=kind, critic=number == 0, **layout)
             done[f"{kind} {name} part"] = part_of(engine)
             done[f"{kind} {name}"] = step(engine)
     for name, (owner, attribute, faulty) in FAULTS.items() if size == 2 else ():
         right = vars(owner)[attribute]
         setattr(owner, attribute, faulty)
         try:
-            done[name] = step(engine_of(directory, joined("tensor"), critic=False, tensor=2))
+            done[name] = step(engine_of(directory, joined(tensor=2), critic=False, tensor=2))
         finally:
             setattr(owner, attribute, right)
     return {**done, "threads": gloo_threads()}
@@ -185,7 +182,7 @@ def hybrids_on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
         layout, continued = HYBRID_LAYOUTS[name], (directory / f"{kind} alone").is_dir()
         is_first = size == 2 and all(kind != other for other, _ in HYBRID_CASES[size][:number])
         what = {"critic": continued or is_first, "average": continued}
-        engine = engine_of(directory, joined(name), model=kind, **what, **layout)
+        engine = engine_of(directory, joined(**layout), model=kind, **what, **layout)
         done[f"{kind} {name} part"] = part_of(engine)
         done[f"{kind} {name}"] = step(engine)
         if continued:
