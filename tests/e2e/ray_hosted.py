@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trivium.buffers.memory import MemoryBuffer
 from trivium.cluster.actors import Host
-from trivium.engines.scripted import LOG_PROB, ScriptedEngine
+from trivium.engines.scripted import ScriptedEngine, log_probs_of
 from trivium.foundation.errors import SyncError
 from trivium.policy import EngineFailure
 from trivium.schedule import Schedule
@@ -123,7 +123,8 @@ class FirstAtOnce(ScriptedEngine):
     """Its streams report the first token at once, and the others at the end."""
 
     async def stream(self, request: Request, on_tokens: OnTokens) -> Completion:
-        on_tokens(self._scripted(request, self.version)[:1], [LOG_PROB])
+        first = self._scripted(request, self.version)[:1]
+        on_tokens(first, log_probs_of(first).tolist())
         done = await self.generate(request)
         on_tokens(done.tokens[1:].tolist(), done.log_prob[1:].tolist())
         return done

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from trivium.config import EngineConfig, PluginPath
@@ -25,11 +26,15 @@ from trivium.types import Capabilities, Completion, Request, StopReason
 if TYPE_CHECKING:
     from trivium.protocols.rollout import OnTokens
 
-LOG_PROB = -0.5
-"""The log-probability of every sampled token; 0 at temperature 0."""
-
 _CHOICE, _FAIL, _HANG = 2**40, 2**40 + 1, 2**40 + 2
 """Positions of the key's uniforms beyond those of tokens: they choose the completion, its failure and its hanging."""
+
+
+def log_probs_of(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """The log-probabilities of a completion at a temperature above 0. They differ by token and by place, so tests find
+    one that stands at another token."""
+    places = np.arange(len(tokens))
+    return ((-1 - (np.asarray(tokens, np.int64) + 7 * places) % 61) / 64).astype(np.float32)
 
 
 @dataclass(eq=False)
@@ -206,10 +211,10 @@ class ScriptedEngine:
             rest = script[num_before:] or script[-1:]  # with a shorter script, the completion ends at once
             tokens, versions = [*tokens[:num_before], *rest], [*versions[:num_before], *[version] * len(rest)]
         tokens, reason = self._cut(request, tokens, limit) if spans else ([], StopReason.ABORT)
-        log_prob = LOG_PROB if request.sampling.temperature > 0 else 0.0
+        greedy = request.sampling.temperature == 0
         return Completion(
             np.array(tokens, np.int32),
-            np.full(len(tokens), log_prob, np.float32),
+            np.zeros(len(tokens), np.float32) if greedy else log_probs_of(tokens),
             np.array(versions[: len(tokens)], np.int32),
             reason,
         )

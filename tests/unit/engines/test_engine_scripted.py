@@ -7,7 +7,7 @@ import numpy as np
 from failing import refused
 
 from tests.waiting import until
-from trivium.engines.scripted import LOG_PROB, ScriptedEngine
+from trivium.engines.scripted import ScriptedEngine, log_probs_of
 from trivium.foundation.errors import ConfigError, RolloutError
 from trivium.foundation.randomness import SampleKey
 from trivium.policy import EngineFailure
@@ -40,7 +40,8 @@ async def test_replies_follow_from_the_key() -> None:
     assert [decode(a.tokens.tolist()) for a in first] == [decode(a.tokens.tolist()) for a in again]
     assert {decode(a.tokens.tolist()) for a in first} == {"yes", "no, never"}
     assert all(a.tokens[-1] == 0 and a.stop_reason is StopReason.EOS for a in first)
-    assert (first[0].log_prob == LOG_PROB).all()
+    assert all(np.array_equal(a.log_prob, log_probs_of(a.tokens)) for a in first)
+    assert all(len(set(a.log_prob.tolist())) == len(a.tokens) for a in first)
 
 
 async def test_a_script_sees_the_request_and_the_version() -> None:

@@ -212,7 +212,8 @@ async def test_log_probs_ids_usage_and_stop_strings(tmp_path: Path) -> None:
         assert choice["prompt_token_ids"] == request.prompt_tokens.tolist()
         assert [e["token"] for e in choice["logprobs"]["content"]] == ["A", "B", "C", "D", ""]
         assert [e["logprob"] for e in choice["logprobs"]["content"]] == completion.log_prob.tolist()
-        assert done["usage"]["completion_tokens"] == 5
+        prompt = len(request.prompt_tokens)
+        assert done["usage"] == {"prompt_tokens": prompt, "completion_tokens": 5, "total_tokens": prompt + 5}
         assert choice["finish_reason"] == "stop"
         assert (await here.chat("x", max_completion_tokens=2, session="s"))["choices"][0]["finish_reason"] == "length"
         cut = (await here.chat("x", stop=["C"], session="s"))["choices"][0]

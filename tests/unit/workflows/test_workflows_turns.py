@@ -14,7 +14,7 @@ from failing import refused
 
 from tests.waiting import until
 from trivium.config import RunConfig, build, plugin
-from trivium.engines.scripted import LOG_PROB, ScriptedEngine
+from trivium.engines.scripted import ScriptedEngine, log_probs_of
 from trivium.foundation.errors import ConfigError, RolloutError, UnknownName
 from trivium.foundation.randomness import SampleKey
 from trivium.foundation.registry import resolve
@@ -110,7 +110,8 @@ async def test_an_episode_trains_on_the_replies_and_on_nothing_the_world_said() 
     trained = [piece for piece, mask in zip(text, experience.response_mask, strict=True) if mask]
     assert "".join(text) == whole.replace("|6<", "6<")
     assert trained == ["3", "<|end|>", "x", "<|end|>", "8", "<|end|>", "6", "<|end|>"]
-    assert experience.rollout_log_prob[experience.response_mask].tolist() == [LOG_PROB] * 8
+    sampled = [log_prob for turn in player.turns for log_prob in log_probs_of(turn.tokens).tolist()]
+    assert experience.rollout_log_prob[experience.response_mask].tolist() == sampled
     assert not experience.rollout_log_prob[~experience.response_mask].any()
     assert set(experience.policy_version[experience.response_mask].tolist()) == {0}
     assert experience.reward == pytest.approx(0.7)
