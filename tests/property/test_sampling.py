@@ -112,6 +112,14 @@ def test_impossible_tokens_are_never_sampled() -> None:
     assert (tokens.tolist(), total.tolist()) == ([131] * 3, [1.0] * 3)
 
 
+def test_the_largest_uniform_finds_a_possible_token() -> None:
+    """The sum of a block is rounded to float32, so a number just below it may lie above the sum of its tokens."""
+    weights = torch.zeros(500, 256)
+    weights[:, 3:13] = torch.rand(500, 10, generator=torch.Generator().manual_seed(0))
+    tokens, _ = invert(weights, torch.full((500,), 1 - 2**-53, dtype=torch.float64))
+    assert tokens.tolist() == [12] * 500
+
+
 def test_frequencies_are_the_probabilities() -> None:
     logits = random_logits(1, 200, 1, 1.5).expand(20_000, -1)
     tokens, _ = sample(logits.clone(), (np.arange(20_000) + 0.5) / 20_000, how(20_000))
