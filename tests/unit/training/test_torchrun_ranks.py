@@ -19,7 +19,8 @@ from trivium.training.distributed.data_parallel import RankVerbs
 from trivium.training.distributed.ranks import Ranks, open_process_group
 from trivium.training.distributed.torchrun import TorchrunRanks, connect_ranks, life_of_rank, serve_rank
 
-DEADLINE_S = 2.0
+DEADLINE_S = 5.0
+"""Of a call, and for the ranks to connect on a busy machine."""
 
 
 class Engine:
