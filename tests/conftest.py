@@ -148,12 +148,20 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return done
 
 
+_libc = CDLL(None)
+if hasattr(_libc, "mallopt"):  # glibc's
+    _libc.mallopt(-8, 1)  # M_ARENA_MAX: threads of tests that ended long ago would each leave an arena behind
+
+
 def _return_freed_memory() -> None:
     """Returns to the system what the tests of a file have freed. `trivium.models.cpu.allocator` keeps it, because a run
-    repeats the sizes of its tensors; the next file has others."""
-    libc = CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's
-        libc.malloc_trim(0)
+    repeats the sizes of its tensors; the next file has others. A large process also searches for cycles: those of
+    engines held 90 MB."""
+    statm = Path("/proc/self/statm")  # pages: all, resident, shared, ...
+    if statm.is_file() and int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 700 << 20:
+        gc.collect()
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 def _of_torch() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:

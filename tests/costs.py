@@ -25,7 +25,7 @@ _TABLE = "| tests | all | `make test` |\n|---|---|---|\n"
 """The head of the table in that page. CPU seconds."""
 _FEW = 15.0
 """Folders that cost fewer CPU seconds share a row."""
-MOST = 0.5
+MOST = 0.25
 """CPU seconds, on the machine of costs.json, that each case of a test of `make test` needs at most."""
 GROWTH = 1.2
 """By how much the share of `make test` in the cost of all tests may exceed its recorded share."""

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from trivium.text.tiny import tiny_tokenizer
 
 PRODUCT_ROOT = Path(__file__).parents[1] / "trivium"
 PRODUCT = package(PRODUCT_ROOT)
+
 
 PACKAGES = {
     "models",
@@ -129,6 +130,15 @@ SLOW = ("transformers", "torch.distributed.fsdp", "torch.distributed.tensor", "p
 """What takes a second or more to import, and that reading and checking a config does without."""
 FAST = ("transformers.pytorch_utils", "transformers.utils.logging")
 """Parts of it that import little else."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Generator[None]:
+    """The parsed modules take 170 MB, which the process of other tests would keep."""
+    yield
+    for module in PRODUCT:
+        for name in ("tree", "nodes", "source", "imports"):
+            vars(module).pop(name, None)
 
 
 Rule = Callable[[list[Module]], list[str]]
