@@ -264,6 +264,7 @@ _busy: WeakSet[Busy] = WeakSet()
 @contextmanager
 def spans_to(path: Path) -> Generator[None]:
     """Writes the spans of this process to a file while the block runs."""
+    _cut_open_spans()  # what ended before belongs to no file, or to the one around this block
     file = SpanFile(path)
     _span_files.append(file)
     failed = True
@@ -271,11 +272,15 @@ def spans_to(path: Path) -> Generator[None]:
         yield
         failed = False
     finally:
-        for busy in tuple(_busy):
-            busy.cut()
+        _cut_open_spans()
         _span_files.remove(file)
         with suppress(StorageError) if failed else nullcontext():  # reports the first error
             file.flush()
+
+
+def _cut_open_spans() -> None:
+    for busy in tuple(_busy):
+        busy.cut()
 
 
 def add_span(lane: str, name: str, start: float, stop: float, **about: float) -> None:

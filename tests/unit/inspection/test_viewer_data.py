@@ -300,6 +300,9 @@ def test_tokens_that_make_one_character_together_have_it_at_the_first() -> None:
 
 def test_spans_of_two_sessions_are_lanes_and_what_goes_on_at_once_is_one_span(tmp_path: Path) -> None:
     path = tmp_path / SPANS / "main.jsonl"
+    earlier = Busy("server", "reward")
+    with earlier:  # before there is a file
+        pass
     with spans_to(path):
         busy = Busy("explorer-0", "generate")
         with busy, busy, span("trainer", "wait", step=1):
