@@ -26,8 +26,8 @@ _TABLE = "| tests | all | `make test` |\n|---|---|---|\n"
 _FEW = 15.0
 """Folders that cost fewer CPU seconds share a row."""
 MOST = 0.25
-"""CPU seconds, on the machine of costs.json, that each case of a test of `make test` needs at most, with the fixtures that
-it shares with others."""
+"""CPU seconds, on the machine of costs.json, that each case of a test of `make test` needs at most, with the fixtures
+that it shares with others."""
 GROWTH = 1.2
 """By how much the share of `make test` in the cost of all tests may exceed its recorded share."""
 WHOLE = ("e2e", "simulation", "doors/e2e")
