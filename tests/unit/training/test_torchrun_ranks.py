@@ -19,7 +19,7 @@ from trivium.training.distributed.data_parallel import RankVerbs
 from trivium.training.distributed.ranks import Ranks, open_process_group
 from trivium.training.distributed.torchrun import TorchrunRanks, connect_ranks, life_of_rank, serve_rank
 
-DEADLINE_S = 5.0
+DEADLINE_S = 3.0
 """Of a call, and for the ranks to connect on a busy machine."""
 
 
