@@ -34,6 +34,7 @@ WHOLE = ("e2e", "simulation", "doors/e2e")
 """Folders of tests that start whole runs, mostly in processes of their own. `make test` has the chosen ones only."""
 CHOSEN = frozenset(
     {
+        "test_architecture.py::test_the_package_keeps_the_rule",
         "golden/test_golden.py::test_golden_case",
         "oracle/test_log_prob_head.py::test_finite_differences",
         "contract/test_buffers_contract.py::test_the_sql_buffer_keeps_the_contract_on_sqlite",
@@ -48,7 +49,8 @@ CHOSEN = frozenset(
         "doors/e2e/test_verl_door.py::test_the_script_runs",
     }
 )
-"""Functions of `make test` that cost more: golden values, contracts, a run, a resume, a run through each front door."""
+"""Functions of `make test` that cost more: rules of the code, golden values, contracts, a run, a resume, a run through
+each front door."""
 _PROPERTY = "cpu_s"
 
 

@@ -6,7 +6,7 @@ import json
 import pkgutil
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -33,7 +33,14 @@ from trivium.types import Group, StopReason, Task, Trajectory, Turn
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.fixture(scope="module")
+def outcomes() -> Mapping[str, mistakes.Outcome]:
+    """What commands say to each mistake, in ten CPU seconds: one of the pages shows it, too."""
+    return mistakes.outcomes()
+
+
 @pytest.mark.parametrize("page", generate_docs.PAGES)
+@pytest.mark.usefixtures("outcomes")
 def test_the_committed_page_is_up_to_date(page: str) -> None:
     committed = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert committed == generate_docs.PAGES[page](), "run `make docs`"
@@ -64,8 +71,9 @@ def test_every_field_has_a_meaning() -> None:
     assert [row for row in rows if "Undefined" in row or "Annotated" in row] == []
 
 
-def test_every_mistake_is_named_before_a_run_begins_and_its_fix_works() -> None:
-    outcomes = mistakes.outcomes()
+def test_every_mistake_is_named_before_a_run_begins_and_its_fix_works(
+    outcomes: Mapping[str, mistakes.Outcome],
+) -> None:
     assert len(outcomes) == len(mistakes.MISTAKES) >= 25
     for mistake in mistakes.MISTAKES:
         outcome = outcomes[mistake.title]
