@@ -175,7 +175,7 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.Proces
     torch gives it two. Both write the name of the last operation that ended, and hold no lock then
     (ProcessGroupGloo::runLoop of torch 2.13). Names of more than 15 letters, as of the gathers of DTensor and of the
     scatters of FSDP, lie on the heap: two writes at once free the same memory twice. Ranks then abort, or wait for each
-    other until the deadline: once in 25 runs of the tests of split layers on a busy machine.
+    other until the deadline. Two ranks with 64 gathers in flight abort within 15 s; with one thread they do not.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
