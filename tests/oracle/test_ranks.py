@@ -308,9 +308,9 @@ def exported(engine: TrainEngine) -> dict[str, torch.Tensor]:
 def on_ranks(rank: int, size: int, directory: Path, batches: Mapping[str, Batch]) -> dict[str, Trained]:
     def build(name: str) -> tuple[Ranks, TorchTrainEngine]:
         how = WAYS[size][name]
-        said = dict(how.config)
-        sizes = {"sequence": said.get("sequence_parallel", 1), "shard": said.get("shard", 0)}
-        ranks = joined(**sizes, **said.get("parallel", {}), device="cpu")
+        config = dict(how.config)
+        sizes = {"sequence": config.get("sequence_parallel", 1), "shard": config.get("shard", 0)}
+        ranks = joined(**sizes, **config.get("parallel", {}), device="cpu")
         assert (ranks.size, ranks.rank) == (size, rank)
         return ranks, make_engine(directory, how, ranks, max_tokens=30)
 

@@ -253,7 +253,7 @@ def _functions(names: Mapping[str, Any], module: str) -> Iterator[FunctionType]:
 
 def find(name: str, model: Path, most: int = MOST) -> str:
     """Plants the fault in this process for good. Returns the first seed whose world breaks a promise, and the promise;
-    empty if none does."""
+    empty if none of `most` does."""
     fault = PLANTED[name]
     plant(fault)
     seeds = (seed for seed in (fault.seed, *range(most)) if fault.shared in (None, Spec.of(seed).shared))

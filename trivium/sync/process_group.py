@@ -155,7 +155,7 @@ class ExchangeGroup:
     def _gloo(self, store: Store, host: str) -> dist.ProcessGroupGloo:
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout, options._threads = timedelta(seconds=CONNECT_S), 1  # two race; see ranks.GLOO
+        options._timeout, options._threads = timedelta(seconds=CONNECT_S), 1  # as on ranks: two threads race
         return dist.ProcessGroupGloo(store, self._rank, len(self._members) + 1, options)
 
     def _nccl(self, store: Store) -> Any:

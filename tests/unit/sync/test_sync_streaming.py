@@ -26,7 +26,7 @@ from trivium.models.weights.stream import Described
 from trivium.policy import EngineFailure
 from trivium.types import Completion, Request, Sampling
 
-LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 128, "vocab_size": 4000}
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 128, "vocab_size": 4000}
 BUCKET = 8 * 2**20
 
 
@@ -87,8 +87,8 @@ async def test_an_engine_that_another_process_hosts_needs_two_tensors_beside_its
         other.kill()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["whole"]
-    # One is loaded while the next one arrives, in parts, and a busy machine frees them later (5.2 tensors were seen).
-    assert report["rise"] < 6 * tensor + size / 8 < size, report
+    # One is loaded while the next one arrives, in parts, and a busy machine frees them later.
+    assert report["rise"] < 5 * tensor + size / 8 < size, report
 
 
 async def test_a_trainer_that_dies_half_way_is_named_and_its_half_answers_nothing(
