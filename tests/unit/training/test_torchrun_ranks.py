@@ -1,15 +1,18 @@
-"""A rank of torchrun that is stopped: the driving rank names it, whatever it was sending."""
+"""A rank of torchrun that is stopped or dies: the driving rank names it, whatever it was sending."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from failing import refused
 
 from tests.rank_processes import run_ranks
@@ -55,6 +58,41 @@ def with_a_stopped_rank(rank: int, size: int, num_bytes: int) -> str:
 def test_a_stopped_rank_is_named(num_bytes: int, tmp_path: Path) -> None:
     said = run_ranks([2], with_a_stopped_rank, tmp_path / "ranks", num_bytes, deadline_s=90)
     assert "rank 1: process PID was stopped (SIGSTOP)" in said[2][0]
+
+
+class Together:
+    """Engines that meet in a collective call. The one of rank 1 leaves it, and its process ends half a second later."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+
+    def meet(self) -> None:
+        if self._rank == 0:
+            dist.all_reduce(torch.ones(1))
+        else:
+            dist.destroy_process_group()
+            time.sleep(0.5)
+            torch.save("", self._folder / f"2-{self._rank}.pt")  # what `run_ranks` reads
+            os._exit(0)
+
+
+def with_a_rank_that_dies_elsewhere(rank: int, size: int, folder: Path) -> str:
+    """What the driving rank raises if a rank of another machine dies, whose process it cannot look at."""
+    if rank:
+        socket.gethostname = lambda: "elsewhere"
+    connect_ranks("cpu", 60.0)
+    engine: Any = Together(folder, rank)
+    if rank:
+        serve_rank("cpu", lambda spec: RankVerbs(engine))
+    group = TorchrunRanks("cpu", "a spec", lambda: (Ranks(0, size), engine))
+    with refused(RoleFailed) as failed:
+        group.run_on_all_ranks("meet")
+    return str(failed.value)
+
+
+def test_a_rank_that_dies_on_another_machine_is_named_after_the_collective_call_has_failed(tmp_path: Path) -> None:
+    said = run_ranks([2], with_a_rank_that_dies_elsewhere, tmp_path / "ranks", tmp_path / "ranks", deadline_s=90)
+    assert "trainer rank 1" in said[2][0]
 
 
 def interfaces(rank: int, size: int, on_this_machine: int) -> tuple[str, str]:

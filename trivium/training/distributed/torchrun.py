@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +30,8 @@ _CONNECT_S = 300.0
 """Deadline for a rank to connect to the driver, which is the one of torch for its store."""
 _CLOSE_S = 30.0
 """Deadline for the other ranks to answer the last command."""
+_SEEN_S = 5.0
+"""Deadline for the driver to see that a rank died, from when a collective call with it has failed."""
 _DRIVER_GONE = "trainer rank 0", "it is gone"
 _DIED = "its process died"
 
@@ -133,7 +136,7 @@ class TorchrunRanks:
             end = time.monotonic() + self._connected.deadline_s
             return [result, *(call.result(max(end - time.monotonic(), 0.0)) for call in calls)]
         except (RuntimeError, TimeoutError) as error:
-            raise _diagnosed(error) from error
+            raise _diagnosed(error, calls) from error
 
 
 def serve_rank(device: str, build: Callable[[Any], RankVerbs], at_end: Callable[[], None] = lambda: None) -> None:
@@ -167,15 +170,20 @@ def stop_ranks(device: str) -> None:
             closing_call.result(_CLOSE_S)
 
 
-def _diagnosed(error: Exception) -> Exception:
-    """Returns a RoleFailed for a rank on this machine that died or was stopped, or for a timeout; else the error
-    itself."""
+def _diagnosed(error: Exception, calls: Sequence[Future[Any]]) -> Exception:
+    """Returns a RoleFailed for a rank that died during the `calls`, or for a timeout, which names the ranks on this
+    machine that were stopped; else the error itself."""
+    # gloo raises a RuntimeError with this text where a collective call takes too long.
+    timed_out = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+    # The connection of a collective call may break first, while the process of the rank is still ending.
+    for call in wait(calls, 0.0 if timed_out else _SEEN_S, FIRST_EXCEPTION).done:
+        if isinstance(failure := call.exception(), RoleFailed):
+            return failure
     lives = {rank: life_of_rank(rank) for rank in range(1, dist.get_world_size())}
     for rank, life in lives.items():
         if not life():
             return RoleFailed(f"trainer rank {rank}", _DIED)
-    # gloo raises a RuntimeError with this text where a collective call takes too long.
-    if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
+    if timed_out:
         stopped = [
             f"rank {n}: process {life.pid} was stopped (SIGSTOP)" for n, life in lives.items() if life.activity()[0]
         ]
