@@ -85,26 +85,31 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(costs.Costs(records=asked == "record"))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """Marks what `make test` leaves out. Files that take long come first: the test processes end together."""
     recorded = costs.recorded()
-    without_slow = "not slow" in config.getoption("markexpr")
-    # Sorted, for sums of floats depend on their order, and all test processes must agree on that of the files.
-    files = sorted({item.nodeid.partition("::")[0] for item in items})
-    seconds = defaultdict[str, float](float)
-    for file in files:
-        name, _ = costs.name_of(file)
-        if name in recorded:
-            seconds[PART.get(file, file)] += recorded[name].quick if without_slow else recorded[name].seconds
     for item in items:
         if costs.is_slow(*costs.name_of(item.nodeid), recorded):
             item.add_marker("slow")
+    yield  # `-m` takes out what it leaves out
+    slow = {_file(item) for item in items if item.get_closest_marker("slow")}
+    seconds = defaultdict[str, float](float)
+    # Sorted, for sums of floats depend on their order, and all test processes must agree on that of the files.
+    for file in sorted({_file(item) for item in items}):
+        name, _ = costs.name_of(file)
+        if name in recorded:
+            seconds[PART.get(file, file)] += recorded[name].seconds if file in slow else recorded[name].quick
 
     def place(item: pytest.Item) -> tuple[float, str]:
-        file = item.nodeid.partition("::")[0]
-        return -seconds[PART.get(file, file)], PART.get(file, file)
+        part = PART.get(_file(item), _file(item))
+        return -seconds[part], part
 
     items.sort(key=place)
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -66,13 +66,14 @@ class Service:
         self.process.wait()
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
+        try:
+            if self.process.poll() is None:
+                self.process.terminate()  # not SIGINT, which commands in the background of a script ignore
                 self.process.wait(60)
+        finally:
             if self.process.poll() is None:
                 self.kill()
-        self.log.close()
+            self.log.close()
 
 
 @contextmanager
