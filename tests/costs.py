@@ -36,7 +36,11 @@ CHOSEN = frozenset(
     {
         "test_architecture.py::test_the_package_keeps_the_rule",
         "golden/test_golden.py::test_golden_case",
+        "oracle/test_log_prob_head.py::test_candidates_agree_with_finite_differences",
         "oracle/test_log_prob_head.py::test_finite_differences",
+        "oracle/test_shaping.py::test_difficulty_by_default_is_the_constraint_of_dapo",
+        "oracle/test_shaping.py::test_trajectories_are_drawn_by_their_rewards",
+        "oracle/test_shaping.py::test_zero_variance_against_all_pairs",
         "contract/test_buffers_contract.py::test_the_sql_buffer_keeps_the_contract_on_sqlite",
         "contract/test_engines.py::test_the_torch_engine",
         "contract/test_tool_formats.py::test_each_format_reads_what_it_writes",
@@ -49,8 +53,8 @@ CHOSEN = frozenset(
         "doors/e2e/test_verl_door.py::test_the_script_runs",
     }
 )
-"""Functions of `make test` that cost more: rules of the code, golden values, contracts, a run, a resume, a run through
-each front door."""
+"""Functions of `make test` that cost more: rules of the code, formulas, golden values, contracts, a run, a resume, a
+run through each front door."""
 _PROPERTY = "cpu_s"
 
 
