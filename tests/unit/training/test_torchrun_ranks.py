@@ -56,8 +56,8 @@ def with_a_stopped_rank(rank: int, size: int, num_bytes: int) -> str:
 
 @pytest.mark.parametrize("num_bytes", [10, 100_000_000], ids=["small", "more than the kernel holds"])
 def test_a_stopped_rank_is_named(num_bytes: int, tmp_path: Path) -> None:
-    said = run_ranks([2], with_a_stopped_rank, tmp_path / "ranks", num_bytes, deadline_s=90)
-    assert "rank 1: process PID was stopped (SIGSTOP)" in said[2][0]
+    raised = run_ranks([2], with_a_stopped_rank, tmp_path / "ranks", num_bytes, deadline_s=90)
+    assert "rank 1: process PID was stopped (SIGSTOP)" in raised[2][0]
 
 
 class Together:
@@ -91,8 +91,8 @@ def with_a_rank_that_dies_elsewhere(rank: int, size: int, folder: Path) -> str:
 
 
 def test_a_rank_that_dies_on_another_machine_is_named_after_the_collective_call_has_failed(tmp_path: Path) -> None:
-    said = run_ranks([2], with_a_rank_that_dies_elsewhere, tmp_path / "ranks", tmp_path / "ranks", deadline_s=90)
-    assert "trainer rank 1" in said[2][0]
+    raised = run_ranks([2], with_a_rank_that_dies_elsewhere, tmp_path / "ranks", tmp_path / "ranks", deadline_s=90)
+    assert "trainer rank 1" in raised[2][0]
 
 
 def interfaces(rank: int, size: int, on_this_machine: int) -> tuple[str, str]:

@@ -31,7 +31,8 @@ _CONNECT_S = 300.0
 _CLOSE_S = 30.0
 """Deadline for the other ranks to answer the last command."""
 _SEEN_S = 5.0
-"""Deadline for the driver to see that a rank died, from when a collective call with it has failed."""
+"""How long the driver waits for a rank's connection to close after a collective call failed. Another RuntimeError of
+its own, such as a lack of memory, is raised that much later."""
 _DRIVER_GONE = "trainer rank 0", "it is gone"
 _DIED = "its process died"
 
