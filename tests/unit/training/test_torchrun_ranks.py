@@ -100,6 +100,7 @@ def interfaces(rank: int, size: int, on_this_machine: int) -> tuple[str, str]:
     outward = own_interface()
     os.environ["LOCAL_WORLD_SIZE"] = str(on_this_machine)
     open_process_group("cpu", 60.0)
+    dist.barrier()  # a rank that ends while the other one still connects to it would fail that one
     return os.environ.get("GLOO_SOCKET_IFNAME", ""), outward
 
 
