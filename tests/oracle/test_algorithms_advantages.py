@@ -202,6 +202,7 @@ def check_zero(variant: Variant, alike: list[Trajectory]) -> None:
     batch = which.batch([group(0, *alike), group(1, *two_alike())])
     batch = which.advantages(scored(batch, which.estimator.metadata.needs))[0]
     logits = torch.linspace(-1, 1, 8).requires_grad_(True)
+    losses: list[torch.Tensor] = []
     for row, e in enumerate(batch.experiences):
         given = {name: torch.tensor(arrays[row])[None] for name, arrays in batch.columns.items()}
         assert given["advantages"].eq(0).all()
@@ -211,7 +212,8 @@ def check_zero(variant: Variant, alike: list[Trajectory]) -> None:
         done = which.objectives[0].loss(
             LossInputs(mask, torch.zeros(mask.shape), given, log_prob), LossDenominators(16, 8, 3)
         )
-        done.loss.backward()
+        losses.append(done.loss)
+    torch.stack(losses).sum().backward()
     assert logits.grad is not None
     assert logits.grad.eq(0).all()
 

@@ -60,9 +60,9 @@ def test_nor_do_they_with_another_mean(name: str, mode: str, step: Step, data: s
 
 
 def check_cut(objective: Any, step: Step, data: st.DataObject) -> None:
-    whole = run(objective, step)
-    parts = orders(objective, len(step.mask), data)
-    run(objective, step, parts, padding=data.draw(st.integers(0, 3))).assert_same(whole)
+    step = selected(objective, step)
+    parts, padding = orders(objective, len(step.mask), data), data.draw(st.integers(0, 3))
+    run(objective, step, parts, padding=padding, select=False).assert_same(run(objective, step, select=False))
 
 
 AHEAD = [name for name, make in OBJECTIVES.items() if make().looks_at or {"selected", "token_weight"} & make().needs]

@@ -20,9 +20,12 @@ class _Late:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._module: ModuleType | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._name), name)
+        if self._module is None:  # an import that does nothing takes longer than many an operation on small tensors
+            self._module = importlib.import_module(self._name)
+        return getattr(self._module, name)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
         """A copy is the module itself. Without this, copying would look up `__getattr__`'s own attributes."""
