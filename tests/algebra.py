@@ -37,6 +37,7 @@ from trivium.algorithms.metadata import (
 from trivium.algorithms.objective import Term, TokenWeight
 from trivium.algorithms.preference.objective import PreferenceObjective, ScoreObjective
 from trivium.config import Plugin, plugin
+from trivium.foundation.metrics import checked
 from trivium.models.heads.loss import LossDenominators, LossInputs
 from trivium.training.batching import count
 from trivium.types import EXPERT_VERSION, Batch, Experience
@@ -444,7 +445,7 @@ def run(
     dp_size: int = 1,
     select: bool = True,
 ) -> Outcome:
-    """A step done in `parts` (lists of rows; None: all at once), selections first."""
+    """A step done in `parts` (lists of rows; None: all at once), selections first. Every metric must be declared."""
     if select:
         step = selected(objective, step)
     totals = replace(step.totals, dp_size=dp_size)
@@ -463,6 +464,7 @@ def run(
     found = torch.autograd.grad(loss, list(answers.values()), allow_unused=True, materialize_grads=True)
     means = {key: value / max(totals.tokens, 1) for key, value in sums.items()}
     metrics = {**objective.derived(means), **step.metrics}
+    checked({**metrics, **maxima})
     return Outcome(loss.detach(), dict(zip(answers, found, strict=True)), metrics, maxima)
 
 

@@ -42,6 +42,7 @@ settings.load_profile("trivium")
 
 
 TOGETHER = {
+    "contract/test_engines": ("e2e/test_kill", "unit/training/test_train_process"),
     "e2e/test_ray": ("e2e/test_ray_parts", "e2e/test_ray_ranks", "e2e/test_shown", "e2e/test_three_ways"),
     "doors/e2e/test_verl_door": (
         "doors/e2e/test_trinity_door",
@@ -56,7 +57,8 @@ TOGETHER = {
     "unit/monitors/test_monitors": ("unit/inspection/test_report",),
 }
 """Files of one test process: those that use the Ray instance of a test process, since every test process would start
-its own for five CPU seconds; and those that import wandb and mlflow, which takes as long. A part lies in `doors` or
+its own for five CPU seconds; those of `make test` that fork from a preloaded process, and those that import wandb and
+mlflow, which takes half as long. A part lies in `doors` or
 outside of it: these are two commands."""
 
 
@@ -84,6 +86,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if asked := config.getoption("--costs"):
         config.pluginmanager.register(costs.Costs(records=asked == "record"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test` does not import the files of which it has no test: 2 of 20 CPU seconds of each test process."""
+    left_out = "not slow" in config.getoption("-m") and costs.is_left_out(collection_path)
+    return True if left_out else None
 
 
 @pytest.hookimpl(wrapper=True)

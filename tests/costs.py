@@ -105,9 +105,18 @@ def is_slow(file: str, function: str, before: Mapping[str, Recorded]) -> bool:
     """Whether `make test` leaves a function out."""
     if f"{file}::{function}" in CHOSEN:
         return False
-    return file.startswith(tuple(f"{folder}/" for folder in WHOLE)) or (
-        file in before and function in before[file].slow
-    )
+    return _is_whole(file) or (file in before and function in before[file].slow)
+
+
+def is_left_out(path: Path) -> bool:
+    """Whether `make test` leaves out all of a file: `WHOLE` has it and `CHOSEN` names none of its functions."""
+    chosen = {name.partition("::")[0] for name in CHOSEN}
+    file = path.relative_to(ROOT).as_posix() if path.is_file() and path.is_relative_to(ROOT) else ""
+    return _is_whole(file) and file not in chosen
+
+
+def _is_whole(file: str) -> bool:
+    return file.startswith(tuple(f"{folder}/" for folder in WHOLE))
 
 
 def write(costs: Mapping[str, Cost]) -> None:

@@ -59,6 +59,8 @@ class Module:
                 for alias in node.names:
                     submodule = f"{base}.{alias.name}"
                     yield Import(submodule if submodule in self.modules else base, node.lineno, kind)
+            elif isinstance(node, ast.expr):
+                continue  # no import stands in one, and nine of ten nodes do
             elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
                 yield from self._imports(node.body, "type")
                 yield from self._imports(node.orelse, kind)

@@ -75,21 +75,18 @@ def pooled(make: Callable[[], RolloutEngine]) -> ProcessPool:
     return ProcessPool(make(), [("rank 1", EngineHost(make(), "127.0.0.1", b"secret").address)], b"secret", 60.0)
 
 
-@pytest.mark.parametrize("name", ["torch", "torch-one-row", "torch-no-promise", "torch-bfloat16", "torch-on-ranks"])
-async def test_the_torch_engine(name: str, model_dirs: list[Path], policies: list[ReferencePolicy]) -> None:
-    config: dict[str, Any] = {
-        "torch": {},
-        "torch-one-row": {"max_rows": 1},
-        "torch-no-promise": {"batch_invariant": False},
-        "torch-bfloat16": {"dtype": "bfloat16"},
-        "torch-on-ranks": {},
-    }[name]
-
+async def check_torch_engine(
+    model_dirs: list[Path],
+    policies: list[ReferencePolicy],
+    *,
+    wrapped: Callable[[Callable[[], RolloutEngine]], RolloutEngine] = lambda make: make(),
+    **config: Any,
+) -> None:
     def make() -> RolloutEngine:
         return torch_engine(model_dirs[0], **config)
 
     await check_engine(
-        make if name != "torch-on-ranks" else lambda: pooled(make),
+        lambda: wrapped(make),
         PROMPTS,
         eos_token_ids=EOS,
         policies=policies,
@@ -97,9 +94,29 @@ async def test_the_torch_engine(name: str, model_dirs: list[Path], policies: lis
         tolerance=Tolerance(0.05, 0.8) if "dtype" in config else "float32",
         decode=decode,
         renderer=RENDERER,
-        crowd=12 if name == "torch-one-row" else 500,
+        crowd=12 if "max_rows" in config else 500,
         patience_s=300,
     )
+
+
+@pytest.mark.parametrize("wrapped", [lambda make: make(), pooled], ids=["alone", "on-ranks"])
+async def test_the_torch_engine(
+    wrapped: Callable[[Callable[[], RolloutEngine]], RolloutEngine],
+    model_dirs: list[Path],
+    policies: list[ReferencePolicy],
+) -> None:
+    await check_torch_engine(model_dirs, policies, wrapped=wrapped)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"max_rows": 1}, {"batch_invariant": False}, {"dtype": "bfloat16"}],
+    ids=lambda config: next(iter(config)),
+)
+async def test_the_torch_engine_as_configured(
+    config: dict[str, Any], model_dirs: list[Path], policies: list[ReferencePolicy]
+) -> None:
+    await check_torch_engine(model_dirs, policies, **config)
 
 
 @pytest.mark.parametrize("name", ["scripted", "scripted-slow"])

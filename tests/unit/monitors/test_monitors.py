@@ -435,6 +435,12 @@ def bits(row: dict[str, Any]) -> dict[str, bytes]:
     return {key: struct.pack("d", value) for key, value in row.items()}
 
 
+@pytest.fixture(scope="module")
+def wandb() -> Any:
+    """A fixture, so that each test is charged for the import, which takes a second."""
+    return pytest.importorskip("wandb")
+
+
 def wandb_records(run_dir: Path, kind: str) -> list[Any]:
     """The records of a kind in every offline session that is over, in order. W&B's own process writes them a moment
     after `finish` returns."""
@@ -479,9 +485,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
 
 
-@pytest.mark.usefixtures("offline")
+@pytest.mark.usefixtures("offline", "wandb")
 def test_wandb_gets_the_numbers_of_metrics_jsonl_at_the_same_steps(run_dir: Path) -> None:
-    pytest.importorskip("wandb")
     from trivium.monitors.wandb import WandbMonitor
 
     config = WandbMonitor.Config(mode="offline", project="p", group="g", entity="e", tags=("a", "b"))
@@ -505,9 +510,8 @@ def test_wandb_gets_the_numbers_of_metrics_jsonl_at_the_same_steps(run_dir: Path
     assert {key: value for key, value in said.items() if key != "_wandb"} == SETTINGS
 
 
-@pytest.mark.usefixtures("offline")
+@pytest.mark.usefixtures("offline", "wandb")
 def test_wandb_goes_on_with_the_run_that_it_began(run_dir: Path) -> None:
-    pytest.importorskip("wandb")
     from trivium.monitors.wandb import WandbMonitor
 
     config = WandbMonitor.Config(mode="offline", name="n")
@@ -521,10 +525,9 @@ def test_wandb_goes_on_with_the_run_that_it_began(run_dir: Path) -> None:
     assert [row["step"] for row in wandb_rows(run_dir)] == [1, 4, 1]
 
 
-@pytest.mark.usefixtures("offline")
+@pytest.mark.usefixtures("offline", "wandb")
 def test_wandb_does_what_the_environment_says(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is missing is found before anything is loaded; offline, none is needed."""
-    pytest.importorskip("wandb")
     from trivium.monitors.wandb import WandbMonitor
 
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
@@ -541,9 +544,8 @@ def test_wandb_does_what_the_environment_says(run_dir: Path, monkeypatch: pytest
     assert [row["step"] for row in wandb_rows(run_dir)] == [1]
 
 
-@pytest.mark.usefixtures("offline")
+@pytest.mark.usefixtures("offline", "wandb")
 def test_a_failed_run_does_not_look_finished_to_wandb(run_dir: Path) -> None:
-    pytest.importorskip("wandb")
     from trivium.monitors.wandb import WandbMonitor
 
     both = FanOut([WandbMonitor(WandbMonitor.Config(mode="offline"), run_dir=run_dir, resume_step=0)])
