@@ -1,4 +1,5 @@
-"""How many examples Hypothesis draws: a quarter of those that a test names, or all with HYPOTHESIS=full."""
+"""How many examples Hypothesis draws: a quarter of those that a test names, or all with HYPOTHESIS=full. Then runs that
+learn are repeated with other seeds and models, too."""
 
 import os
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from configs import tiny_model
+from example_counts import FULL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trivium.config import RunConfig, config_from_mapping
@@ -93,6 +94,7 @@ def test_a_tiny_hybrid_and_a_tiny_mixture_learn(kind: str, tmp_path: Path) -> No
     assert reward >= 0.2
 
 
+@pytest.mark.skipif(not FULL, reason="the control of the dense model covers the rewards; HYPOTHESIS=full runs these")
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_moe"])
 def test_shuffled_rewards_teach_a_hybrid_and_a_mixture_nothing(kind: str, tmp_path: Path) -> None:
     model = write_tiny(kind, tmp_path / "model")

@@ -53,6 +53,17 @@ def test_what_one_case_makes_slow_and_whole_runs_are_left_out() -> None:
     assert before["unit/test_a.py"] == costs.Recorded(5.4, 0.4, frozenset({"test_heavy"}))
 
 
+def test_files_of_which_nothing_is_chosen_are_not_imported() -> None:
+    chosen = {name.partition("::")[0] for name in costs.CHOSEN}
+    tests = {path: path.relative_to(costs.ROOT).as_posix() for path in sorted(costs.ROOT.rglob("test_*.py"))}
+    whole = {name for name in tests.values() if name.startswith(("e2e/", "simulation/", "doors/e2e/"))}
+    left_out = {name for path, name in tests.items() if costs.is_left_out(path)}
+    assert left_out == whole - chosen
+    assert len(left_out) > 50
+    assert not costs.is_left_out(costs.ROOT / "e2e")
+    assert not costs.is_left_out(Path(__file__).parents[3] / "README.md")
+
+
 def test_a_slower_machine_is_no_growth_and_a_slower_file_is_named() -> None:
     slower = {name: costs.Cost(3 * cost.alone) for name, cost in ALL.items()}
     assert not costs.grown(slower)

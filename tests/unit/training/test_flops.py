@@ -15,6 +15,7 @@ from trivium.foundation.metrics import checked, depends_on_machine
 from trivium.foundation.phases import Phase, collecting, measured, phase
 from trivium.loops import train_step
 from trivium.models.backbone.shape import shape_of
+from trivium.training import flops
 from trivium.training.flops import measured_peak, utilisation
 from trivium.types import Batch
 
@@ -90,6 +91,15 @@ def test_the_peak_is_measured_once() -> None:
     peak = measured_peak(torch.device("cpu"), torch.float32, 1)
     assert 1e8 < peak < 1e15
     assert measured_peak(torch.device("cpu"), torch.float32, 1) == peak
+
+
+def test_a_slow_device_is_measured_by_fewer_products_and_the_first_one_alone_does_not_decide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = [3.0, 0.75, 0.5]
+    monkeypatch.setattr(flops, "_seconds", lambda a: left.pop(0))
+    assert measured_peak.__wrapped__(torch.device("cpu"), torch.float32, 1) == 2 * 768**3 / 0.75
+    assert left == [0.5]
 
 
 def test_a_step_says_where_its_time_went(tmp_path: Path) -> None:
