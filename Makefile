@@ -145,7 +145,8 @@ $(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	-cd $(VENV)/lib/python3*/site-packages && $(abspath $(BIN))/python -m compileall -q -j 0 -x _internal torch
 	touch $(FOR_DEMO) $@
 
-# Once: else the test processes compile the tests and what they import, each all of it, at the same time.
+# Once: else the test processes compile the tests and what they import, each all of it, at the same time. What cannot be
+# imported is an error of the tests, which show it.
 $(FOR_TESTS): $(FOR_DEV)
 	@echo "compiles the tests and what they import, in half a minute"
 	-$(BIN)/python -m pytest -o addopts= -p no:terminal --collect-only

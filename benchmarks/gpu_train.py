@@ -31,7 +31,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.flops import measured_peak
 from trivium.types import EXPERT_VERSION, Batch, Experience
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -173,6 +172,19 @@ def transformers_step(model_dir: Path, said: argparse.Namespace) -> Update:
 SIDES = {"trivium": trivium_step, "transformers": transformers_step}
 
 
+def matmul_peak(device: str) -> float:
+    """bfloat16 FLOP/s of a large matrix product."""
+    size = 8192 if device == "cuda" else 256  # a CPU without instructions for bfloat16 would take minutes for 1,024
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    best = 0.0
+    for _ in range(10):
+        start = clock(device)
+        for _ in range(10):
+            a @ b
+        best = max(best, 10 * 2 * size**3 / (clock(device) - start))
+    return best
+
+
 def clock(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -240,7 +252,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn, after one that is not")
     said = parser.parse_args()
-    peak = measured_peak(torch.device(said.device), torch.bfloat16, torch.get_num_threads())
+    peak = matmul_peak(said.device)
     print(f"bfloat16 matmul peak {peak / 1e12:.1f} TFLOP/s")
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), said.shape, max(said.tokens), torch.bfloat16 if said.lora else torch.float32)

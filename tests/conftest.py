@@ -58,8 +58,7 @@ TOGETHER = {
 }
 """Files of one test process: those that use the Ray instance of a test process, since every test process would start
 its own for five CPU seconds; those of `make test` that fork from a preloaded process, and those that import wandb and
-mlflow, which takes half as long. A part lies in `doors` or
-outside of it: these are two commands."""
+mlflow, which takes half as long. A part lies in `doors` or outside of it: these are two commands."""
 
 
 PART = {f"tests/{name}.py": f"tests/{first}.py" for first, names in TOGETHER.items() for name in names}
