@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import string
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -97,7 +98,7 @@ class TinyModel:
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
-            return shape_of(_model_config(self, self.tokenizer()))
+            return _shape(self)
 
     def __init__(self, config: Config, *, seed: int) -> None:
         self.config, self.seed = config, seed
@@ -212,6 +213,11 @@ def _byte_pieces() -> list[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+@cache  # checks, plan and preflight ask for it 25 times, which was a tenth of the start of a tiny run
+def _shape(config: TinyModel.Config) -> ModelShape:
+    return shape_of(_model_config(config, config.tokenizer()))
 
 
 def _model_config(config: TinyModel.Config, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:

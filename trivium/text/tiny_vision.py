@@ -6,6 +6,7 @@ An image costs few tokens: with the defaults, a 28 x 28 picture is 4 tokens of a
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -109,7 +110,7 @@ class TinyVisionModel(TinyModel):
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
-            return shape_of(_model_config(self, self.tokenizer()))
+            return _shape(self)
 
     config: Config
 
@@ -148,6 +149,11 @@ class TinyVisionModel(TinyModel):
         ):
             content["processor_class"] = name
             (directory / file).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@cache
+def _shape(config: TinyVisionModel.Config) -> ModelShape:
+    return shape_of(_model_config(config, config.tokenizer()))
 
 
 def _model_config(config: TinyVisionModel.Config, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:

@@ -28,12 +28,19 @@ _INNER = ("intermediate_size", "n_inner", "ffn_dim")
 _STATES = {"conv_states": "convolved", "recurrent_states": "scanned"}
 """Attribute of a layer of transformers' caches -> field of `ModelShape`."""
 _SHAPES: dict[str, ModelShape] = {}
-"""By the contents of a config.json: a plan asks several times for the shape of each of its models."""
+"""By the contents of a config.json, as the file has them or as transformers writes them: a plan asks several times for
+the shape of each of its models."""
 
 
 def read_shape(directory: str | Path) -> ModelShape:
     """The shape of the model in a Hugging Face directory. Raises DataError if transformers cannot build it."""
-    return shape_of(_config_in(directory))
+    try:
+        written = (Path(directory) / "config.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        written = ""  # `_config_in` says what is wrong with it
+    if written not in _SHAPES:
+        _SHAPES[written] = shape_of(_config_in(directory))
+    return _SHAPES[written]
 
 
 def positions_in(directory: str | Path) -> int | None:
