@@ -1,5 +1,5 @@
-"""How many examples Hypothesis draws: a quarter of those that a test names, or all with HYPOTHESIS=full. Then runs that
-learn are repeated with other seeds and models, too."""
+"""How many examples Hypothesis draws: a quarter of those that a test names, or all with HYPOTHESIS=full. Then tests
+repeat long runs with other seeds, models and layouts of ranks, too."""
 
 import os
 

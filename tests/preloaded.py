@@ -39,11 +39,12 @@ import trivium.training.engine
 from tests import float64
 from trivium.config import load_config
 from trivium.foundation.concurrency import usable_cores
+from trivium.runtime.launch import ready
 from trivium.training.flops import measured_peak
 
 float64.install()
 get_checkpoint_conversion_mapping("qwen3")
-load_config(Path(__file__).parent / "e2e" / "tiny.yaml")
+ready(load_config(Path(__file__).parent / "e2e" / "tiny.yaml"))  # compiles templates and the checks of sections, too
 for threads in {1, usable_cores()}:
     measured_peak(torch.device("cpu"), torch.float32, threads)
 assert len(os.listdir("/proc/self/task")) == 1, "the fork server has threads"

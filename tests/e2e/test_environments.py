@@ -271,8 +271,9 @@ def calculator(run_dir: Path, *overrides: str) -> dict[str, Any]:
 @pytest.mark.timeout(1800)
 def test_a_tiny_model_learns_to_use_a_calculator(tmp_path: Path) -> None:
     """In about 60 supervised steps, and then by its rewards."""
-    early = "stages.0.schedule.until={metric: eval/test/accuracy, above: 0.15}"
-    learned = calculator(tmp_path / "run", early, "stages.0.evaluation.every=5")
+    early = "stages.0.schedule.until={metric: eval/test/accuracy, above: 0.1}"
+    evaluated = ["tasks.test.args.count=100", "stages.0.evaluation.every=30", "stages.1.evaluation.every=5"]
+    learned = calculator(tmp_path / "run", early, *evaluated)
     assert learned["accuracy_after"] > learned["accuracy_before"] + 0.2
     assert learned["accuracy_after"] > 0.7
 

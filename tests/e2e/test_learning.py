@@ -17,7 +17,7 @@ from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.launch import run
 from trivium.text.tiny import tiny_tokenizer
 
-SUPERVISED, REINFORCED = 12, 80
+SUPERVISED, REINFORCED = 12, 48
 SHUFFLED = f"{Path(__file__).with_name('shuffled.py')}:Shuffled"
 
 
@@ -86,8 +86,8 @@ def test_a_tiny_model_learns(tmp_path: Path) -> None:
 def test_a_tiny_hybrid_and_a_tiny_mixture_learn(kind: str, tmp_path: Path) -> None:
     """Short convolutions, and the gated delta rule, each before a layer of attention; experts of recorded routing."""
     model, mixture = write_tiny(kind, tmp_path / "model"), kind == "qwen3_moe"
-    # The mixture's gain on the 25 sums differs by 0.3 between seeds: the bound holds for the mean of three.
-    seeds = range(3 if mixture else 1)
+    # The mixture's gain on the 25 sums differs by 0.3 between seeds: the bound holds for the mean of two.
+    seeds = range(2 if mixture else 1)
     gained = [gains(tmp_path / f"run-{seed}", "exact", model, mixture=mixture, seed=seed) for seed in seeds]
     accuracy, reward = (sum(values) / len(gained) for values in zip(*gained, strict=True))
     assert accuracy >= 0.2

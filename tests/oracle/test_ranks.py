@@ -140,16 +140,13 @@ def prompts() -> Iterator[tuple[str, Any]]:
 
 
 def more() -> Iterator[tuple[str, Any]]:
-    """Every unit, every head; selections, gates, experts and teachers; every uneven batch."""
+    """Also what needs the whole vocabulary or whole sequences; selections, gates, experts and teachers; a batch without
+    a trained token."""
     yield from short()
-    yield "two", policy("token-mean")
     yield "uneven", objectives()["pair:dpo"]()
-    yield "two", objectives()["score:sigmoid"]()
-    yield "two", ValueObjective(0.3, "token-mean")
     yield "uneven", replace(policy("token-mean"), unit="group")
     yield "masked", policy("seq-mean-token-sum-norm")
     yield "nothing", policy("token-mean")
-    yield "masked", objectives()["pair:ipo"]()
     yield "experts", objectives()["loss:mix"]()
     yield "uneven", objectives()["loss:kl_cov"]()
     yield "uneven", objectives()["loss:distill_top_k"]()
@@ -158,9 +155,17 @@ def more() -> Iterator[tuple[str, Any]]:
 
 
 def full() -> Iterator[tuple[str, Any]]:
-    """The same, and the losses of the policy and of its critic in every aggregation."""
-    yield from more()
-    tried = {(type(objective), getattr(objective, "aggregate", None)) for _, objective in more()}
+    """The same, every head on every uneven batch, and the losses of the policy and of its critic in every
+    aggregation."""
+    begin = [
+        *more(),
+        ("two", policy("token-mean")),
+        ("two", objectives()["score:sigmoid"]()),
+        ("two", ValueObjective(0.3, "token-mean")),
+        ("masked", objectives()["pair:ipo"]()),
+    ]
+    yield from begin
+    tried = {(type(objective), getattr(objective, "aggregate", None)) for _, objective in begin}
     for mode in MODES:
         for made in (policy(mode), ValueObjective(0.3, mode)):
             if (type(made), mode) not in tried:
@@ -197,6 +202,7 @@ TENSOR, EXPERT = {"tensor": 2}, {"expert": 2}
 WAYS: Mapping[int, Mapping[str, Way]] = {
     1: {"one": way()},
     2: {
+        "full": way(program=full),
         "padded, checkpointing, offload": way(packed=False, gradient_checkpointing=True, cpu_offload=True),
         "shared prompts": way(program=prompts, share_prefix=True),
         "float32": way(dtype="float32"),
@@ -211,7 +217,7 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "hybrid, expert, routing": replayed("hybrid", parallel=EXPERT),
     },
     4: {
-        "full": way(program=full),
+        "four": way(),
         "tensor, padded, offload": way(program=more, parallel=TENSOR, packed=False, cpu_offload=True),
         "tensor, replicas, shared prompts": way(program=prompts, parallel=TENSOR, shard=2, share_prefix=True),
         "tensor, sequence, checkpointing": way(parallel=TENSOR, sequence_parallel=2, gradient_checkpointing=True),

@@ -420,8 +420,14 @@ def _clock(today: date) -> str:
     """Jinja text that defines the clock of templates. transformers offers `strftime_now`, which tells the time, and
     makes texts of all variables that it is given, so it takes no other function."""
     parts = ("-d", "-m", "-H", "-I", "-j", "-M", "-S", *"aAwdbBmyYHIpMSfzZjUWcxXeDFuVGT")
-    replaced = "".join(f" | replace('%{part}', {today.strftime(f'%{part}')!r})" for part in parts)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
+    values = {f"%{part}": today.strftime(f"%{part}") for part in parts}
+    # A loop: to compile a chain of 35 filters took Jinja a seventh of the start of a tiny run.
+    return (
+        "{% macro strftime_now(format) %}{% set now = namespace(text=format) %}"
+        f"{{% for part, value in {values!r}.items() %}}"
+        "{% set now.text = now.text | replace(part, value) %}"
+        "{% endfor %}{{ now.text }}{% endmacro %}\n"
+    )
 
 
 def _outline(form: Sequence[_Form]) -> list[Message]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from example_counts import FULL
 from hybrid_parts import HYBRID_OF
 from training_parts import Parts, Reinforce, SquaredError, make_batch
 from transformers.distributed import tensor_parallel
@@ -193,9 +194,11 @@ def hybrids_on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
 
 
 def layouts_of(kind: str) -> list[str]:
-    """The layouts in which ranks can split models of a type."""
+    """The layouts in which ranks can split models of a type. Of those that can be split in two ways, `model` has both
+    at once; HYPOTHESIS=full tries the other types as well."""
     kinds = {"tensor": TENSOR_MODELS, "expert": EXPERT_MODELS}
-    return [name for name, layout in LAYOUTS.items() if all(kind in kinds[split] for split in layout)]
+    tried = LAYOUTS if FULL else {name: layout for name, layout in LAYOUTS.items() if name != "both"}
+    return [name for name, layout in tried.items() if all(kind in kinds[split] for split in layout)]
 
 
 def head_numbers(part: VocabularyPart, size: int, kept: KeptSets | None) -> dict[str, torch.Tensor]:

@@ -63,22 +63,24 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     """The shape of the model that transformers builds of a config. Raises DataError if it cannot."""
     from transformers.utils import logging
 
-    contents = config.to_json_string(use_diff=False)
-    if contents not in _SHAPES:
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # it would warn of missing kernels, which this pass does not need
-        try:
-            # A copy without the choices of a built model: of its attention, and of how it multiplies experts.
-            _SHAPES[contents] = _counted(type(config).from_dict(config.to_dict()))
-        # What modules raise for sizes that are missing or do not fit each other has no common class.
-        except Exception as error:
-            raise DataError(
-                "the size of a model by its config.json",
-                f"transformers cannot build this {config.model_type!r}: {type(error).__name__}: {error}",
-                "correct config.json, or plan the memory by hand: this architecture is not supported",
-            ) from error
-        finally:
-            logging.set_verbosity(verbosity)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would warn of missing kernels, which this pass does not need
+    try:
+        # A copy without the choices of a built model: of its attention, and of how it multiplies experts. Without those
+        # keys, a new config has the contents of the one that its files have.
+        config = type(config).from_dict({**config.to_dict(), "architectures": None, "dtype": None, "_name_or_path": ""})
+        contents = config.to_json_string(use_diff=False)
+        if contents not in _SHAPES:
+            _SHAPES[contents] = _counted(config)
+    # What modules raise for sizes that are missing or do not fit each other has no common class.
+    except Exception as error:
+        raise DataError(
+            "the size of a model by its config.json",
+            f"transformers cannot build this {config.model_type!r}: {type(error).__name__}: {error}",
+            "correct config.json, or plan the memory by hand: this architecture is not supported",
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
     return _SHAPES[contents]
 
 
