@@ -179,6 +179,12 @@ class _Taskset:
         """The indices of the tasks to check."""
         return range(len(self.tasks) if digest_of(self.tasks) else min(len(self.tasks), _MADE_TASKS))
 
+    @cached_property
+    def checked(self) -> TaskSource | list[Task]:
+        """The tasks at these places. Those that are made are made once for all rules: a picture takes a millisecond.
+        Those of files are read again, since all together may not fit into memory."""
+        return self.tasks if digest_of(self.tasks) else [self.tasks[place] for place in self.places]
+
     def row(self, place: int) -> int:
         """The number of the row of a task in its file, from 1."""
         return row_number(self.tasks, place)
@@ -478,7 +484,7 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
     """Tasks lack columns that the rewards read, have unused ones, or repeat the ids of earlier tasks."""
     config, judge = taskset.config, taskset.judge
     if judge is not None:
-        rows = {taskset.row(place): taskset.tasks[place].columns for place in taskset.places}
+        rows = {taskset.row(place): taskset.checked[place].columns for place in taskset.places}
         lacking = [text for row in rows.values() if (text := judge.lacking(row))]
         do = "map a column to this name in the task source, or give the reward's parameter a default"
         yield from taskset.report("tasks with the columns that the rewards read", lacking, do)
@@ -503,7 +509,7 @@ def columns(taskset: _Taskset) -> Iterator[Problem]:
 @TASKSET_RULES.rule
 def reward_results(taskset: _Taskset) -> Iterator[Problem]:
     """A reward function gives no number. It is called with one task, or with three while it gives none."""
-    config, judge, tasks = taskset.config, taskset.judge, taskset.tasks
+    config, judge, tasks = taskset.config, taskset.judge, taskset.checked
     others = taskset.name != "train" and _is_rolled_out(config, "train")  # that one's tasks are tried
     if judge is None or others or config.cluster.kind == "ray" or not _explores_here(config):
         return
@@ -526,7 +532,7 @@ def tool_names(taskset: _Taskset) -> Iterator[Problem]:
     if not isinstance(workflow, FunctionTools.Config) or not _is_rolled_out(taskset.config, taskset.name):
         return
     tools, unknown = [described_function(function_of(path)) for path in workflow.tools], list[str]()
-    for task in (taskset.tasks[place] for place in taskset.places):
+    for task in (taskset.checked[place] for place in taskset.places):
         try:
             chosen(tools, task)
         except DataError as error:
@@ -564,13 +570,13 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
         yield from _image_problems(taskset)
         return
     limit, longest, workflow = context_limit(config), longest_row(config, taskset.name), SingleTurn(config.workflow)
-    counted = _counted([workflow.prompt(taskset.tasks[place]) for place in taskset.places])
+    counted = _counted([workflow.prompt(taskset.checked[place]) for place in taskset.places])
     taskset.counts.num_tasks += len(taskset.tasks)
     small_alphabet = isinstance(config.model, TinyModel.Config)
     too_long, unreadable, refused, pictured = list[str](), list[str](), list[str](), 0
     fitting, forms = list[int](), set[tuple[str, ...]]()
     for place in taskset.places:
-        task = taskset.tasks[place]
+        task = taskset.checked[place]
         messages = workflow.prompt(task)
         has_images = any(message.media for message in messages)
         pictured += has_images
@@ -612,7 +618,7 @@ def prompts(taskset: _Taskset) -> Iterator[Problem]:
 @TASKSET_RULES.rule
 def empty_prompts(taskset: _Taskset) -> Iterator[Problem]:
     """Prompts have no text. A workflow may make its prompts itself, and expert texts may all be without one."""
-    empty = [place for place in taskset.places if _is_empty(taskset.tasks[place])]
+    empty = [place for place in taskset.places if _is_empty(taskset.checked[place])]
     meant = len(empty) == len(taskset.places) and not _is_rolled_out(taskset.config, taskset.name)
     if isinstance(taskset.config.workflow, SingleTurn.Config) and not meant:
         rows = [f"the prompt of row {taskset.row(place)} is empty" for place in empty]
@@ -642,7 +648,7 @@ def _short_completions(taskset: _Taskset, limit: int | None, lengths: Sequence[i
 def _image_problems(taskset: _Taskset) -> Iterator[Problem]:
     """Counts the tasks with images that are damaged or too large."""
     failing, skipped, end = list[str](), 0, time.monotonic() + _DECODING_S
-    for task in (taskset.tasks[place] for place in taskset.places):
+    for task in (taskset.checked[place] for place in taskset.places):
         look = decoded if time.monotonic() < end else check_image
         skipped += look is check_image and any(message.media for message in task.prompt)
         try:

@@ -98,7 +98,7 @@ class TinyModel:
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
-            return _shape(self)
+            return _shape(type(self), self.model_dump_json())
 
     def __init__(self, config: Config, *, seed: int) -> None:
         self.config, self.seed = config, seed
@@ -216,7 +216,8 @@ def _byte_pieces() -> list[str]:
 
 
 @cache  # checks, plan and preflight ask for it 25 times, which was a tenth of the start of a tiny run
-def _shape(config: TinyModel.Config) -> ModelShape:
+def _shape(section: type[TinyModel.Config], values: str) -> ModelShape:
+    config = section.model_validate_json(values)
     return shape_of(_model_config(config, config.tokenizer()))
 
 

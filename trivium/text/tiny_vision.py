@@ -110,7 +110,7 @@ class TinyVisionModel(TinyModel):
 
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
-            return _shape(self)
+            return _shape(type(self), self.model_dump_json())
 
     config: Config
 
@@ -152,7 +152,8 @@ class TinyVisionModel(TinyModel):
 
 
 @cache
-def _shape(config: TinyVisionModel.Config) -> ModelShape:
+def _shape(section: type[TinyVisionModel.Config], values: str) -> ModelShape:
+    config = section.model_validate_json(values)
     return shape_of(_model_config(config, config.tokenizer()))
 
 
