@@ -48,8 +48,8 @@ def test_a_changed_run_is_the_run_that_began_with_the_change(mode: str, tmp_path
     assert launches(TINY, run_dir, overrides=(*overrides, *CHANGE)) == ["finished"]
     assert launches(TINY, whole, overrides=(*overrides, CHANGE[0])) == ["finished"]
     assert outcome_without_notes(run_dir) == outcome_without_notes(whole)
-    # Three whole steps were taken before, and a fourth one was being taken, of 4 groups each. With `max_staleness: 2` the
-    # version before the first of them sampled those of three: how many others ran ahead depends on timing.
+    # Three whole steps were taken before, and a fourth one was being taken, of 4 groups each. With `max_staleness: 2`
+    # the first version sampled those of three: how many others ran ahead depends on timing.
     assert discarded(run_dir)[0] >= (4 if mode == "deterministic" else 8)
     assert discarded(whole) == []
 
