@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.processes import Forked
 
-_LOOK_S = 0.02
-"""Seconds between two looks. Some read files, so that more of them would take the time of what they wait for."""
+_LOOK_S = 0.005
+"""Seconds between two looks."""
 
 
 def eventually(

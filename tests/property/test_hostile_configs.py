@@ -33,8 +33,8 @@ CONFIGS = sorted(
     if path.stem not in ("trinity", "gpu_24gb", "gsm8k", "reasoning_gym")
 )
 MUTATIONS = int(os.environ.get("TRIVIUM_FUZZ", "400"))
-LONGEST_S = 30
-"""CPU seconds: a test may share its machine."""
+LONGEST_S, HELD_S = 30, 300
+"""CPU seconds of one config, since a test may share its machine; seconds after which it is held up."""
 VALUES: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 2**31, 2**62, 2**64, 10**400, 1e308, float("nan"), float("inf"), "", "x", "é\u0000", "1"),
     *("/dev/zero", "/nowhere", "file.py:Name", "os:system", "$HOME", "{{", "a" * 5000),
@@ -52,13 +52,16 @@ def at_most(seconds: int) -> Generator[None]:
     def stop(number: int, frame: object) -> None:
         raise TooSlow
 
-    before = signal.signal(signal.SIGPROF, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.alarm(HELD_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:

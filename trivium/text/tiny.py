@@ -96,6 +96,10 @@ class TinyModel:
             # With random weights, a policy writes roles in the midst of a sum.
             return tiny_tokenizer(self.alphabet, self.max_position, strips=True)
 
+        def described(self) -> PretrainedConfig:
+            """Its config.json, without building it."""
+            return _model_config(self, self.tokenizer())
+
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
             return _shape(type(self), self.model_dump_json())
@@ -217,8 +221,7 @@ def _byte_pieces() -> list[str]:
 
 @cache  # checks, plan and preflight ask for it 25 times, which was a tenth of the start of a tiny run
 def _shape(section: type[TinyModel.Config], values: str) -> ModelShape:
-    config = section.model_validate_json(values)
-    return shape_of(_model_config(config, config.tokenizer()))
+    return shape_of(section.model_validate_json(values).described())
 
 
 def _model_config(config: TinyModel.Config, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:

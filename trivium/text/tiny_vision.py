@@ -6,16 +6,13 @@ An image costs few tokens: with the defaults, a 28 x 28 picture is 4 tokens of a
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trivium.models.backbone.shape import shape_of
 from trivium.models.vision.images import MAX_PIXELS, Images, images_of
-from trivium.planning.model_shape import ModelShape
 from trivium.text.tiny import ROLES, TinyModel, sizes_of, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -108,9 +105,9 @@ class TinyVisionModel(TinyModel):
                 self.alphabet, self.max_position, more=self.image_tokens, template=template, strips=True
             )
 
-        def shape(self) -> ModelShape:
-            """Its sizes, without building it."""
-            return _shape(type(self), self.model_dump_json())
+        def described(self) -> PretrainedConfig:
+            """Its config.json, without building it."""
+            return _model_config(self, self.tokenizer())
 
     config: Config
 
@@ -149,12 +146,6 @@ class TinyVisionModel(TinyModel):
         ):
             content["processor_class"] = name
             (directory / file).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-@cache
-def _shape(section: type[TinyVisionModel.Config], values: str) -> ModelShape:
-    config = section.model_validate_json(values)
-    return shape_of(_model_config(config, config.tokenizer()))
 
 
 def _model_config(config: TinyVisionModel.Config, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
