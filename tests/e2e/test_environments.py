@@ -264,15 +264,16 @@ def test_a_server_that_is_killed_in_the_middle_of_episodes_changes_nothing(
 def calculator(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """The summary of the recipe of tools, which ends once most answers are right."""
     recipe = Path(__file__).parents[2] / "recipes" / "tools.yaml"
-    until = "stages.1.schedule.until={metric: eval/test/accuracy, above: 0.75}"
+    until = "stages.1.schedule.until={metric: eval/test/accuracy, above: 0.79}"
     return run(load_config(recipe, [f"run.dir={run_dir}", "cluster.threads=1", until, *overrides]))
 
 
 @pytest.mark.timeout(1800)
 def test_a_tiny_model_learns_to_use_a_calculator(tmp_path: Path) -> None:
-    """In about 60 supervised steps, and then by its rewards."""
-    early = "stages.0.schedule.until={metric: eval/test/accuracy, above: 0.1}"
-    evaluated = ["tasks.test.args.count=100", "stages.0.evaluation.every=30", "stages.1.evaluation.every=5"]
+    """In about 70 supervised steps, and then by its rewards."""
+    # A reinforced step costs six supervised ones: these end where half of the answers are right, in the steepest part.
+    early = "stages.0.schedule.until={metric: eval/test/accuracy, above: 0.2}"
+    evaluated = ["tasks.test.args.count=100", "stages.0.evaluation.every=10", "stages.1.evaluation.every=5"]
     learned = calculator(tmp_path / "run", early, *evaluated)
     assert learned["accuracy_after"] > learned["accuracy_before"] + 0.2
     assert learned["accuracy_after"] > 0.7

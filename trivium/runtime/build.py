@@ -162,7 +162,7 @@ def _held_out(stage: Stage, schedule: Schedule) -> HeldOut | None:
     taskset = stage.config.evaluation.held_out
     if taskset is None:
         return None
-    tasks = build_tasks(stage.config, taskset)
+    tasks = tasks_of(stage, taskset)
     in_order = replace(schedule, tasks=tasks, shuffle=False, curriculum=None)
     return HeldOut(taskset, build_buffer(stage, in_order), len(tasks))
 
@@ -191,7 +191,7 @@ def build_trainer(
         buffer=buffer,
         schedule=schedule,
         renderer=stage.renderer,
-        tasks=partial(build_tasks, config),
+        tasks=partial(tasks_of, stage),
         algorithm=algorithm,
     )
     explored, preview = capabilities_of(buffer).explored, config.run.enable_preview
@@ -275,7 +275,7 @@ def algorithm_of(config: RunConfig, stage: Stage | None = None) -> GroupAlgorith
 
 
 def build_schedule(stage: Stage) -> Schedule:
-    config, schedule, tasks = stage.config, stage.config.schedule, build_tasks(stage.config, "train")
+    config, schedule, tasks = stage.config, stage.config.schedule, tasks_of(stage, "train")
     stored = config.buffer.strategy.num_stored(schedule.groups_per_step)
     curriculum = None
     if schedule.curriculum is not None:
@@ -303,6 +303,13 @@ def build_schedule(stage: Stage) -> Schedule:
 
 def _bounds(least: float | None, most: float | None) -> tuple[float, float]:
     return -math.inf if least is None else least, math.inf if most is None else most
+
+
+def tasks_of(stage: Stage, name: str) -> TaskSource:
+    """Returns the tasks of `tasks.<name>`, which this process builds once for the stage."""
+    if name not in stage.sources:
+        stage.sources[name] = build_tasks(stage.config, name)
+    return stage.sources[name]
 
 
 def build_tasks(config: RunConfig, name: str) -> TaskSource:
@@ -345,7 +352,7 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
     judged = ([] if evaluated is None else [evaluated]) + (["train"] if explored else [])
     for taskset in dict.fromkeys(judged):
         if config.tasks[taskset].kind != SERVED:  # `serve`: the requests of agents are checked on arrival
-            judge.check_columns(build_tasks(config, taskset)[0].columns)
+            judge.check_columns(tasks_of(stage, taskset)[0].columns)
     return Explorer(
         engine=engine,
         renderer=stage.renderer,
@@ -373,7 +380,7 @@ def build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
     assert evaluation.taskset is not None
     return Evaluator(
         explorer=explorer,
-        tasks=build_tasks(config, evaluation.taskset),
+        tasks=tasks_of(stage, evaluation.taskset),
         taskset=evaluation.taskset,
         seed=config.run.seed,
         samples=evaluation.samples,

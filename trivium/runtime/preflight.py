@@ -40,6 +40,7 @@ from trivium.rewards.recipe import changed, parts_of
 from trivium.rewards.trial import is_plain, trial
 from trivium.runtime.build import build_schedule, build_tasks, digest_of, shares_buffer
 from trivium.runtime.row_lengths import (
+    is_learned_from,
     left_out,
     longest_row,
     renderer_here,
@@ -217,7 +218,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int, all_ranks: int = 0) 
     for number, stage_config in enumerate(config.stage_configs()):
         stage = _StageHere(stage_config, number, here, ranks, all_ranks or ranks, sources)
         of_stage = STAGE_RULES.problems(stage)
-        # These build the tasks and the renderer again, so a broken one would be reported twice.
+        # These need the tasks and the renderer, which the rules have reported if they are broken.
         if all(isinstance(problem, Caution) for problem in of_stage):
             of_stage += _order_problems(stage)
         tasks.append(stage.counts.tokens())
@@ -454,7 +455,7 @@ def _task_problems(stage: _StageHere, renderer: ChatRenderer | None) -> Iterator
     )
     judge = yield from attempt("rewards", lambda: make_judge(rewards, config.workflow.deadline_s))
     for name, section in config.tasks.items():
-        key = f"{name} {section.model_dump_json()}"
+        key = _source_key(config, name)
         if section.kind != SERVED and key not in stage.sources:
             stage.sources[key] = yield from attempt(f"tasks.{name}", lambda name=name: build_tasks(config, name))
         source = stage.sources.get(key)
@@ -466,6 +467,12 @@ def _task_problems(stage: _StageHere, renderer: ChatRenderer | None) -> Iterator
         for where, part, part_config in sources_in(source, config, name):
             yield from _row_counts(stage, where, part)
             yield from TASKSET_RULES.problems(_Taskset(part_config, name, part, judges, renderer, stage.counts, where))
+
+
+def _source_key(config: RunConfig, name: str) -> str:
+    """What the tasks of a taskset depend on: its section, and which of its rows are too long in the stage."""
+    section = config.tasks[name].model_dump_json()
+    return f"{name} {section} {is_learned_from(config, name)} {longest_row(config, name)}"
 
 
 def _row_counts(stage: _StageHere, where: str, source: TaskSource) -> Iterator[Problem]:
@@ -680,14 +687,17 @@ def _order_problems(stage: _StageHere) -> Iterator[Problem]:
     learns_from_rows = isinstance(section, FileBuffer.Config)
     if renderer is None or (config.schedule.curriculum is None and not learns_from_rows):
         return
-    whole = Stage(config, stage.number, 0, True, folder, folder)  # only its schedule is built
+    tasks = {
+        name: source for name in config.tasks if (source := stage.sources.get(_source_key(config, name))) is not None
+    }
+    whole = Stage(config, stage.number, 0, True, folder, folder, sources=tasks)  # only its schedule is built
     schedule = yield from attempt("tasks.train", lambda: build_schedule(whole))
     if schedule is None or not learns_from_rows:
         return
     orders = {"train": (schedule, config.schedule.steps * schedule.fresh_per_step)}
     name = config.evaluation.held_out
-    held_out = (yield from attempt(f"tasks.{name}", lambda: build_tasks(config, name))) if name is not None else None
-    if name is not None and held_out is not None:
+    if name is not None:
+        held_out = tasks[name]
         orders[name] = replace(schedule, tasks=held_out, shuffle=False, curriculum=None), len(held_out)
     for taskset, (order, num_rows) in orders.items():
         yield from _row_problems(stage, config, taskset, order, num_rows)

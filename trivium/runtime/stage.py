@@ -17,7 +17,7 @@ from trivium.models.backbone.huggingface import HuggingFaceModel
 from trivium.planning.choices import threads_of
 from trivium.planning.memory_estimate import is_evaluated, is_explored
 from trivium.planning.plan import StagePlan
-from trivium.protocols import Renderer
+from trivium.protocols import Renderer, TaskSource
 from trivium.runtime.run_dir import hold_with
 from trivium.text.renderer import renderer_of
 from trivium.training.launched import launched_ranks, ranks_here
@@ -34,6 +34,10 @@ class Stage:
     run_dir: Path
     model_dir: Path
     """The model directory that the stage starts from, also for the frozen reference if there is one."""
+    sources: dict[str, TaskSource] = field(
+        default_factory=dict[str, TaskSource], compare=False, repr=False, kw_only=True
+    )
+    """The task sources that this process has built for the stage, by taskset: its roles share them (`tasks_of`)."""
 
     @classmethod
     def of(cls, plan: StagePlan, run_dir: Path, model_dir: Path) -> Self:

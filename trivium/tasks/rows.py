@@ -210,7 +210,7 @@ class RowTasks(ABC):
                 task_id = f"{task.task_id}-{number}"
             self.num_duplicates += number > 1
             ids.add(task_id)
-            yield place + len(self.bad_rows) - unmade, replace(task, task_id=task_id)
+            yield place + len(self.bad_rows) - unmade, task if number == 1 else replace(task, task_id=task_id)
 
 
 def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) -> Task:

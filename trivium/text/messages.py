@@ -17,6 +17,8 @@ MORE_KEYS = {"assistant": ("tool_calls", *_REASONING), "tool": ("tool_call_id", 
 
 def with_parts(message: Message, entry: Mapping[str, Any], where: str) -> Message:
     """The message with the calls, the reasoning and the name in an entry of a conversation. Raises DataError."""
+    if entry.keys() <= {"role", "content"}:
+        return message
     reasoning = next((entry[key] for key in _REASONING if entry.get(key) is not None), None)
     name, call = entry.get("name", ""), entry.get("call")
     if not isinstance(reasoning, str | None) or not isinstance(name, str) or not isinstance(call, int | None):
