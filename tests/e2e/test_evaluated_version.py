@@ -51,8 +51,8 @@ def test_the_metrics_of_a_step_are_those_of_its_weights(loop: dict[str, Any], tm
     reported = evaluations(tmp_path / "run")
     assert len({row[EVAL + "reward"] for row in reported.values()}) > 4, "the weights of each step answer differently"
     for step, row in reported.items():
-        if step > 5:
+        if step > 5 and step % 2:  # an evaluation alone costs as much as a start
             alone = evaluate(config, step)
             same = row.keys() & alone.keys() - {name for name in row if "time" in name or "second" in name}
             assert {n: row[n] for n in same} == pytest.approx({n: alone[n] for n in same}), f"step {step}"
-            assert row[EVAL + "version"] == step
+        assert step <= 5 or row[EVAL + "version"] == step
