@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 import resource
 import signal
 import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +74,22 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
 
 
+def with_few_tasks(text: str) -> str:
+    """A config whose tasks and steps are small: a check looks at up to a thousand tasks alike, of which each picture
+    takes milliseconds. `VALUES` has large numbers."""
+    return re.sub(r"\b(count|groups_per_step): (\d+)", lambda match: f"{match[1]}: {min(int(match[2]), 16)}", text)
+
+
+parsed = cache(yaml.safe_load)
+
+
 def mutated(dice: random.Random, text: str) -> str:
     if dice.random() < 0.3:
         for _ in range(dice.choice((1, 2, 5))):
             place = dice.randrange(len(text) + 1)
             text = text[:place] + dice.choice(PIECES) + text[place + dice.choice((0, 0, 1, 10)) :]
         return text
-    tree = copy.deepcopy(yaml.safe_load(text))
+    tree = copy.deepcopy(parsed(text))
     for _ in range(dice.choice((1, 1, 2, 4))):
         container, key = dice.choice(places(tree) or [(tree, "a")])
         match dice.randrange(5):
@@ -97,7 +108,7 @@ def mutated(dice: random.Random, text: str) -> str:
 def test_a_mutated_config_is_an_error_of_trivium_or_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dice, refused = random.Random(20261124), 0
-    texts = [path.read_text(encoding="utf-8") for path in CONFIGS]
+    texts = [with_few_tasks(path.read_text(encoding="utf-8")) for path in CONFIGS]
     for number in range(MUTATIONS):
         text = mutated(dice, dice.choice(texts))
         (tmp_path / "config.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
