@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import pytest
 from failing import refused
 from typer.testing import CliRunner, Result
 
+from tests.processes import Forked, trivium
+from tests.waiting import eventually
 from trivium.cli import app
 from trivium.config import config_from_mapping
 from trivium.engines.torch.engine import TorchEngine
@@ -215,17 +217,22 @@ def test_an_engine_that_does_not_answer_is_not_waited_for(file: bool, run_dir: P
     assert (result.stdout if file else result.stderr).count("not finished within 0.3 s") == (2 if file else 1)
 
 
-def test_ctrl_c_ends_a_chat_without_a_traceback(run_dir: Path) -> None:
-    # A shell starts what runs in its background with SIGINT ignored, which the tests and their processes inherit.
-    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{heard}; from trivium.cli import main; main()", "chat", str(run_dir)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
-        assert started.stderr is not None
-        try:
-            while (line := started.stderr.readline()) and b"Ctrl-D" not in line:
-                pass
-            started.send_signal(signal.SIGINT)
-            assert started.wait(120) == 130
-            assert b"Traceback" not in started.stderr.read()
-        finally:
-            started.kill()
+def chat_over(said: Path, run_dir: Path) -> None:
+    """`trivium chat` with a pipe as its standard input."""
+    os.dup2(os.open(said, os.O_RDONLY), 0)
+    sys.stdin = os.fdopen(0)
+    trivium("chat", str(run_dir))
+
+
+def test_ctrl_c_ends_a_chat_without_a_traceback(run_dir: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "said")
+    keeper = os.open(tmp_path / "said", os.O_RDWR)  # a writer that writes nothing
+    started = Forked("chat", tmp_path / "chat.out", chat_over, tmp_path / "said", run_dir)
+    try:
+        eventually(lambda: "Ctrl-D" in started.text, 120, lambda: started.text, started)
+        os.kill(started.pid, signal.SIGINT)
+        started.ended(130)
+        assert "Traceback" not in started.text
+    finally:
+        started.kill()
+        os.close(keeper)
