@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,12 +240,19 @@ def _check_exists(func: Any, name: str) -> None:
 def _caller() -> str:
     frame, by = sys._getframe(1), ""
     while frame is not None:
-        file = frame.f_code.co_filename
-        by = "transformers, " if "/transformers/" in file else by
-        if file.startswith(_ROOT) and frame.f_code is not sent.__code__:
+        file, is_ours, is_theirs = _place(frame.f_code)
+        by = "transformers, " if is_theirs else by
+        if is_ours:
             return f"{by}trivium{file.removeprefix(_ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
+
+
+@cache
+def _place(code: CodeType) -> tuple[str, bool, bool]:
+    """The file of some code, whether it is the project's, and whether it is that of transformers."""
+    file = code.co_filename
+    return file, file.startswith(_ROOT) and code is not sent.__code__, "/transformers/" in file
 
 
 # --------------------------------------------------------------------------- what a CPU has no kernels for
@@ -337,6 +344,8 @@ class _Calls(TorchFunctionMode):
     """Calls that ask for the device `meta` by name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__":  # an attribute of a tensor: half of all calls
+            return func(*args)
         kwargs = {**(kwargs or {})}
         if _is_gpu(kwargs.get("device")):
             kwargs["device"] = DEVICE

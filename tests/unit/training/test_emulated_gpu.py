@@ -15,6 +15,7 @@ import pytest
 import torch
 from configs import configured, tiny_model
 from emulated_gpu import EmulatedGpu, emulated_gpu
+from example_counts import FULL
 from moe_parts import batch_of, group_of, sampled, turn_of, write_mixture
 from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, write_model
 from vision_parts import CONVERSATIONS, rolled_out, tiny
@@ -286,13 +287,13 @@ HALF = {"dtype": "bfloat16"}
     [
         ("dense", {**EXACT, "gradient_checkpointing": True}),
         ("dense", {**HALF, "lora": {"rank": 4}, "frozen_dtype": "bfloat16"}),
-        ("shared", {**EXACT, "share_prefix": True}),
+        *([("shared", {**EXACT, "share_prefix": True})] if FULL else []),
         ("shared", {**EXACT, "share_prefix": True, "lora": {"rank": 4}, "gradient_checkpointing": True}),
         ("shared", {**HALF, "share_prefix": True}),
         ("experts", {**EXACT, "router_replay": "rollout", "share_prefix": True}),
         ("experts", {**HALF, "router_replay": "rollout", "share_prefix": False}),
         ("llava", EXACT),
-        ("llava", {**HALF, "lora": {"rank": 4}}),
+        *([("llava", {**HALF, "lora": {"rank": 4}})] if FULL else []),
         ("qwen2_5_vl", EXACT),
         ("qwen3_vl", {**EXACT, "gradient_checkpointing": True}),
     ],
