@@ -293,7 +293,7 @@ HALF = {"dtype": "bfloat16"}
         ("experts", {**EXACT, "router_replay": "rollout", "share_prefix": True}),
         ("experts", {**HALF, "router_replay": "rollout", "share_prefix": False}),
         ("llava", EXACT),
-        *([("llava", {**HALF, "lora": {"rank": 4}})] if FULL else []),
+        ("llava", {**HALF, "lora": {"rank": 4}}),
         ("qwen2_5_vl", EXACT),
         ("qwen3_vl", {**EXACT, "gradient_checkpointing": True}),
     ],
