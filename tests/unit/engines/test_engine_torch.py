@@ -415,6 +415,23 @@ def test_several_threads_in_each_operation_of_few_rows_change_no_bit(kind: str, 
                 assert all(map(torch.equal, *found)), (length, rows)
 
 
+@pytest.mark.parametrize("optimized", [True, False])
+def test_no_product_is_left_to_the_reference_code_of_onednn(
+    models: dict[str, Path], capfd: pytest.CaptureFixture[str], optimized: bool
+) -> None:
+    """In the check of an engine and in a step. Beside the optimized layers, the modules of the model have parts of
+    stacked weights."""
+    decoder = Decoder(models["llama"], dtype=torch.float32, device="cpu", exact=True)
+    assert decoder.layers is not None
+    assert not decoder.model.get_submodule("model.layers.0.self_attn.q_proj").weight.T.is_contiguous()
+    decoder.layers = decoder.layers if optimized else None
+    with torch.inference_mode(), torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        check_decoder(decoder, 256)
+    products = [line for line in capfd.readouterr().out.splitlines() if ",inner_product," in line]
+    assert products
+    assert not [line for line in products if ",ref" in line]
+
+
 def test_steps_of_few_rows_use_one_thread_if_more_would_change_bits(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,11 +64,18 @@ def make_invariant(model: nn.Module) -> None:
 
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:
-    return invariant_linear(input, module.weight, module.bias)
+    return invariant_linear(input, _dense(module.weight), module.bias)
 
 
 def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
     return invariant_linear(x, module.weight.t(), module.bias)
+
+
+def _dense(weight: Tensor) -> Tensor:
+    """The weight without gaps between its rows or columns. A projection that an engine has stacked with others
+    (`trivium.engines.torch.layers`) has them: oneDNN has only reference code for such a weight, which takes up to a
+    thousand times as long as a copy and its product."""
+    return weight if weight.is_contiguous() or weight.T.is_contiguous() else weight.contiguous()
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
