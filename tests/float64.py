@@ -107,7 +107,8 @@ class Float64(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
         if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
-            narrow = torch.float32 in args or kwargs.get("dtype") == torch.float32
+            # `in` would compare every tensor among the arguments with the type, by a call of torch.
+            narrow = any(arg is torch.float32 for arg in (*args, kwargs.get("dtype")))
             if func is torch.Tensor.float or (func is torch.Tensor.to and narrow):
                 return first
             if narrow:

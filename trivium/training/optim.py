@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from trivium.foundation.errors import RunDirError, TriviumError
-from trivium.models.weights.filling import is_sharded, local_part, read_like
+from trivium.models.weights.filling import local_part, read_like
 from trivium.models.weights.saved_tensors import SavedTensors
-from trivium.training.distributed.fsdp import OnShards, full_scalar
+from trivium.training.distributed.fsdp import OnShards, norm_over, sharing_groups
 from trivium.training.section import OptimizerConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int, total_steps: int) -> float:
@@ -131,11 +134,12 @@ class Optimizer:
         return float(self._norm())
 
     def _norm(self) -> torch.Tensor:
-        by_mesh: dict[object, list[torch.Tensor]] = {}
+        # Of local parts: DTensor would propagate the sharding of each argument, which takes seconds at the first step.
+        by_groups: dict[tuple[ProcessGroup, ...], list[torch.Tensor]] = {}
         for gradient in (p.grad for p in self.parameters.values() if p.grad is not None):
-            by_mesh.setdefault(gradient.device_mesh if is_sharded(gradient) else None, []).append(gradient)
-        # Only tensors of one mesh have a common norm, which counts what their ranks hold in common once.
-        norms = [full_scalar(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+            by_groups.setdefault(sharing_groups(gradient), []).append(local_part(gradient))
+        # What ranks hold in common counts once: only ranks with different parts of the same tensors add their squares.
+        norms = [norm_over(groups, torch.nn.utils.get_total_norm(parts)) for groups, parts in by_groups.items()]
         return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
     def _origin(self, origin: Callable[[], str] | None) -> str:

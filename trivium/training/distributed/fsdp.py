@@ -6,7 +6,7 @@ Its imports from torch and transformers take a second, so modules that read a co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from trivium.training.distributed.ranks import Ranks
 from trivium.training.distributed.split_layers import split_layers
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.fsdp import FSDPModule
 
 
@@ -76,7 +77,8 @@ def reshard(model: nn.Module) -> None:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The unsharded tensor, on every rank. All ranks must call it."""
-    return full_scalar(tensor.detach())
+    tensor = tensor.detach()
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -92,9 +94,21 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return sharded if sharded.to_local().device == local.device else sharded.to(local.device)
 
 
-def full_scalar(value: torch.Tensor) -> torch.Tensor:
-    """A scalar of sharded tensors, reduced over all ranks."""
-    return value.full_tensor() if is_sharded(value) else value
+def sharing_groups(tensor: torch.Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups whose ranks hold different parts of a tensor, one for each axis of its mesh that splits it. None if
+    each rank holds the whole."""
+    if not is_sharded(tensor):
+        return ()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def norm_over(groups: Iterable[ProcessGroup], norm: torch.Tensor) -> torch.Tensor:
+    """The norm of tensors from the norm of the parts that this rank holds; `groups` are their `sharing_groups`."""
+    square = norm.square()
+    for group in groups:
+        torch.distributed.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 class OnShards(TorchFunctionMode):
