@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from algebra import column_names, number, objectives, policy_objective
+from example_counts import FULL
 from hybrid_parts import write_hybrid
 from rank_parts_of_splitting import joined
 from rank_processes import run_ranks
@@ -140,14 +141,9 @@ def prompts() -> Iterator[tuple[str, Any]]:
 
 
 def more() -> Iterator[tuple[str, Any]]:
-    """Also what needs the whole vocabulary or whole sequences; selections, gates, experts and teachers; a batch without
-    a trained token."""
+    """Also what needs the whole vocabulary or whole sequences; selections, gates and teachers."""
     yield from short()
     yield "uneven", objectives()["pair:dpo"]()
-    yield "uneven", replace(policy("token-mean"), unit="group")
-    yield "masked", policy("seq-mean-token-sum-norm")
-    yield "nothing", policy("token-mean")
-    yield "experts", objectives()["loss:mix"]()
     yield "uneven", objectives()["loss:kl_cov"]()
     yield "uneven", objectives()["loss:distill_top_k"]()
     yield "uneven", policy_objective("reinforce", gates=[{"kind": "top_entropy", "narrow": True}])
@@ -155,10 +151,14 @@ def more() -> Iterator[tuple[str, Any]]:
 
 
 def full() -> Iterator[tuple[str, Any]]:
-    """The same, every head on every uneven batch, and the losses of the policy and of its critic in every
-    aggregation."""
+    """Also groups in one micro-batch, experts, a batch without a trained token, every head on every uneven batch, and
+    the losses of the policy and of its critic in every aggregation."""
     begin = [
         *more(),
+        ("uneven", replace(policy("token-mean"), unit="group")),
+        ("masked", policy("seq-mean-token-sum-norm")),
+        ("nothing", policy("token-mean")),
+        ("experts", objectives()["loss:mix"]()),
         ("two", policy("token-mean")),
         ("two", objectives()["score:sigmoid"]()),
         ("two", ValueObjective(0.3, "token-mean")),
@@ -205,12 +205,10 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "full": way(program=full),
         "padded, checkpointing, offload": way(packed=False, gradient_checkpointing=True, cpu_offload=True),
         "shared prompts": way(program=prompts, share_prefix=True),
-        "float32": way(dtype="float32"),
         "sequence, float32": way(dtype="float32", sequence_parallel=2),
         "routing, shared prompts": replayed(share_prefix=True),
         "routing, sequence, checkpointing": replayed(sequence_parallel=2, gradient_checkpointing=True),
         "tensor": way(model="biased", parallel=TENSOR),
-        "tensor, float32, checkpointing": way(dtype="float32", parallel=TENSOR, gradient_checkpointing=True),
         "expert, routing": replayed(parallel=EXPERT),
         "expert of tensor, float32, routing": replayed(dtype="float32", parallel=TENSOR | EXPERT),
         "hybrid, shared prompts": way(program=prompts, model="hybrid", share_prefix=True),
@@ -223,20 +221,31 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "tensor, sequence, checkpointing": way(parallel=TENSOR, sequence_parallel=2, gradient_checkpointing=True),
         "expert of all, routing, checkpointing": replayed(parallel={"expert": 4}, gradient_checkpointing=True),
         "expert, replicas, routing": replayed(parallel=EXPERT, shard=2),
-        "expert, tensor": way(model="mixture", parallel=TENSOR | {"expert": 4}),
         "expert, sequence": way(model="mixture", parallel=EXPERT, sequence_parallel=2),
         "hybrid, expert, tensor, routing": replayed("hybrid", parallel=TENSOR | {"expert": 4}),
         "sequence": way(program=more, sequence_parallel=2),
         "shared prompts, sequence of all, checkpointing": way(
             program=prompts, share_prefix=True, sequence_parallel=4, gradient_checkpointing=True
         ),
-        "replicas, padded": way(shard=2, packed=False),
         "replicas, sequence, checkpointing, offload": way(
             shard=2, sequence_parallel=2, gradient_checkpointing=True, cpu_offload=True
         ),
     },
 }
 """What does not depend on the number of ranks is tried on one number; what does not depend on one another, together."""
+FURTHER: Mapping[int, Mapping[str, Way]] = {
+    2: {
+        "float32": way(dtype="float32"),
+        "tensor, float32, checkpointing": way(dtype="float32", parallel=TENSOR, gradient_checkpointing=True),
+    },
+    4: {
+        "expert, tensor": way(model="mixture", parallel=TENSOR | {"expert": 4}),
+        "replicas, padded": way(shard=2, packed=False),
+    },
+}
+"""Of HYPOTHESIS=full: each of them has two facts of those above, which try them with others."""
+if FULL:
+    WAYS = {size: {**ways, **FURTHER.get(size, {})} for size, ways in WAYS.items()}
 CASES = [(size, name) for size, ways in WAYS.items() for name in ways]
 
 # --------------------------------------------------------------------------- training it

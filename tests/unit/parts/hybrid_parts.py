@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from training_parts import SIZE, random_model
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 _DELTA_RULE: dict[str, Any] = {
     "head_dim": 8,
@@ -93,10 +93,14 @@ HYBRID_OF = {name.removesuffix("_text"): name for name in HYBRIDS | MORE_HYBRIDS
 """The names above by the type of model in `config.parallel`."""
 
 
-def write_hybrid(directory: Path, name: str, scale: float = 4.0, **changes: Any) -> Path:
+def random_hybrid(name: str, scale: float = 4.0, **changes: Any) -> PreTrainedModel:
     own = {**HYBRIDS, **MORE_HYBRIDS}[name]
     config = AutoConfig.for_model(name, **{**SIZE, "pad_token_id": 0, **own, **changes})
     config.bos_token_id = config.eos_token_id = 1
     with torch.random.fork_rng():
-        random_model(config, seed=0, scale=scale).save_pretrained(directory)
+        return random_model(config, seed=0, scale=scale)
+
+
+def write_hybrid(directory: Path, name: str, scale: float = 4.0, **changes: Any) -> Path:
+    random_hybrid(name, scale, **changes).save_pretrained(directory)
     return directory

@@ -38,18 +38,51 @@ _COUNTS = torch.tensor([2, 1, 0, -2, 3, 2])
 KEPT = KeptSets(_COUNTS, torch.tensor([0, 1, 5, 0, 3, 2, 6, 1, 1, 4]), _COUNTS.abs().cumsum(0))
 """Of the fourth state, two tokens are excluded; of others, some parts of the vocabulary have no candidate."""
 LAYOUTS = {"tensor": {"tensor": 2}, "expert": {"expert": 2}, "both": {"tensor": 2, "expert": 2}}
+EXACT_BY: dict[str, dict[str, tuple[str, ...]]] = {
+    "tensor": {
+        **dict.fromkeys(("granite", "mistral", "smollm3"), ("llama",)),
+        "granitemoe": ("granitemoehybrid",),
+        "qwen3": ("qwen3_moe", "llama"),
+        "qwen3_5_moe": ("qwen3_5", "qwen3_next"),
+    },
+    "expert": {
+        **dict.fromkeys(("mixtral", "olmoe"), ("qwen3_moe",)),
+        "granitemoe": ("granitemoehybrid",),
+        **dict.fromkeys(("qwen2_moe", "qwen3_5_moe"), ("qwen3_next",)),
+    },
+    "sharded": {"bamba": ("granitemoehybrid",), "lfm2": ("lfm2_moe",)},
+}
+"""By layout, the types that only HYPOTHESIS=full tries. Each module that ranks split (`sharded`: each recurrent layer)
+has the plan and the parameters of that of another type, which is tried."""
 SHARDED = [kind for kind in HYBRID_OF if kind not in TENSOR_MODELS]
 """Those whose layers no rank splits."""
 SPLIT_MODELS = sorted((TENSOR_MODELS | EXPERT_MODELS) - HYBRID_OF.keys() - {"qwen3_moe"})
 """Those beside `model`, which is a Qwen 3 mixture in every layout."""
+HYBRIDS_BY_LAYOUT = {
+    "sharded": SHARDED,
+    "tensor": [kind for kind in HYBRID_OF if kind in TENSOR_MODELS],
+    "expert": [kind for kind in HYBRID_OF if kind in EXPERT_MODELS],
+}
 HYBRID_CASES = {
     2: [
-        *((kind, "sharded") for kind in SHARDED),
-        *((kind, "tensor") for kind in HYBRID_OF if kind in TENSOR_MODELS),
-        *((kind, "expert") for kind in HYBRID_OF if kind in EXPERT_MODELS),
+        (kind, name)
+        for name, kinds in HYBRIDS_BY_LAYOUT.items()
+        for kind in kinds
+        if FULL or kind not in EXACT_BY[name]
     ],
     4: [("zamba2", "replicas"), ("qwen3_next", "replicas of experts"), ("qwen3_next", "both")],
 }
+CONTINUED = "qwen3_next"
+"""The hybrid whose checkpoints are tried."""
+CONTINUED_CASES = [
+    (size, name)
+    for size, cases in HYBRID_CASES.items()
+    for kind, name in cases
+    if kind == CONTINUED and (FULL or size == 4)
+]
+"""Each of the layouts on four ranks has what one on two ranks has, and shards or replicates it."""
+RESUMED = [(size, name) for size in (2, 4) for name in LAYOUTS if FULL or size == 4 or name == "both"]
+"""The sizes and layouts of the checkpoints of `model`."""
 HYBRID_LAYOUTS: dict[str, dict[str, int]] = {
     **LAYOUTS,
     "sharded": {},
@@ -101,7 +134,7 @@ def engine_of(
     average: bool = False,
     **parallel: int,
 ) -> TorchTrainEngine:
-    config: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_tokens_per_micro_batch": 30, "lora": lora}
+    config: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_tokens_per_micro_batch": 40, "lora": lora}
     config["shard"] = shard
     engine = TorchTrainEngine(
         TorchTrainEngine.Config.model_validate({**config, "parallel": parallel, "optimizer": {"lr": 0.1, "eps": 1.0}}),
@@ -142,10 +175,12 @@ def on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
         engine = engine_of(directory, joined(**parallel), average=True, **parallel)
         done[f"{name} part"] = part_of(engine)
         done[name] = step(engine)
-        engine.save(directory / f"{size} {name}")
-        engine.load(directory / "alone")
-        done[f"{name} resumed"] = step(engine)
-    done["adapter"] = step(engine_of(directory, joined(expert=2), lora=ADAPTER, expert=2))
+        if (size, name) in RESUMED:
+            engine.save(directory / f"{size} {name}")
+            engine.load(directory / "alone")
+            done[f"{name} resumed"] = step(engine)
+    if FULL or size == 4:  # where FSDP shards the experts, too
+        done["adapter"] = step(engine_of(directory, joined(expert=2), lora=ADAPTER, expert=2))
     for kind in SPLIT_MODELS if size == 2 else ():
         for number, name in enumerate(layouts_of(kind)):
             layout = LAYOUTS[name]
@@ -180,7 +215,7 @@ def hybrids_on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
     and the part of the parameters that this rank holds."""
     done: dict[str, Any] = {}
     for number, (kind, name) in enumerate(HYBRID_CASES[size]):
-        layout, continued = HYBRID_LAYOUTS[name], (directory / f"{kind} alone").is_dir()
+        layout, continued = HYBRID_LAYOUTS[name], kind == CONTINUED and (size, name) in CONTINUED_CASES
         is_first = size == 2 and all(kind != other for other, _ in HYBRID_CASES[size][:number])
         what = {"critic": continued or is_first, "average": continued}
         engine = engine_of(directory, joined(**layout), model=kind, **what, **layout)
@@ -194,11 +229,11 @@ def hybrids_on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
 
 
 def layouts_of(kind: str) -> list[str]:
-    """The layouts in which ranks can split models of a type. Of those that can be split in two ways, `model` has both
-    at once; HYPOTHESIS=full tries the other types as well."""
+    """The layouts in which ranks split models of a type. Of those that can be split in two ways, `model` has both at
+    once; HYPOTHESIS=full tries the other types as well, and those of `EXACT_BY`."""
     kinds = {"tensor": TENSOR_MODELS, "expert": EXPERT_MODELS}
-    tried = LAYOUTS if FULL else {name: layout for name, layout in LAYOUTS.items() if name != "both"}
-    return [name for name, layout in tried.items() if all(kind in kinds[split] for split in layout)]
+    possible = [name for name, layout in LAYOUTS.items() if all(kind in kinds[split] for split in layout)]
+    return possible if FULL else [name for name in possible if name != "both" and kind not in EXACT_BY[name]]
 
 
 def head_numbers(part: VocabularyPart, size: int, kept: KeptSets | None) -> dict[str, torch.Tensor]:
