@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import FULL
 
 from tests.ahead import children
 from tests.e2e.killing import launches
@@ -20,7 +21,7 @@ from tests.processes import Forked, commands, survivors
 from tests.waiting import eventually
 
 STEPS = 5 + 40
-KILLS = int(os.environ.get("TRIVIUM_KILLS", "6"))
+KILLS = int(os.environ.get("TRIVIUM_KILLS", "6" if FULL else "3"))
 """How often the run is killed at a random call, and begun again at once."""
 
 
