@@ -86,13 +86,18 @@ def trivium(*arguments: str) -> None:
     from trivium.cli import main
 
     if any("own_process=true" in argument for argument in arguments):
-        from trivium.training.distributed import train_process
-
-        start = Ahead(2).start
-        names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-        train_process.subprocess = SimpleNamespace(Popen=start, **names)  # pyright: ignore[reportAttributeAccessIssue]
+        fork_train_processes(2)
     sys.argv = ["trivium", *arguments]
     main()
+
+
+def fork_train_processes(number: int) -> None:
+    """Forks the next train processes of this process, which has no thread yet."""
+    from trivium.training.distributed import train_process
+
+    start = Ahead(number).start
+    names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    train_process.subprocess = SimpleNamespace(Popen=start, **names)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_kill import TINY
+from tests.processes import commands
 from trivium.config import load_config
 from trivium.runtime.checkpoint_eval import evaluate
-from trivium.runtime.launch import run
 
 EVAL = "eval/test/"
 
@@ -38,16 +38,15 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
 )
 def test_the_metrics_of_a_step_are_those_of_its_weights(loop: dict[str, Any], tmp_path: Path) -> None:
     changes = [f"{section}.{key}={json.dumps(value)}" for section, keys in loop.items() for key, value in keys.items()]
-    config = load_config(
-        TINY,
-        [
-            *("rewards=[{kind: exact, partial_credit: 0.5}]", "stages.1.train.optimizer.lr=2e-2"),
-            *("stages.1.schedule.steps=12", "evaluation.every=1", "checkpoint.save_every=1", "checkpoint.keep=20"),
-            *(f"stages.1.{change}" for change in changes),
-            f"run.dir={tmp_path / 'run'}",
-        ],
-    )
-    run(config)
+    overrides = [
+        *("rewards=[{kind: exact, partial_credit: 0.5}]", "stages.1.train.optimizer.lr=2e-2"),
+        *("stages.1.schedule.steps=12", "evaluation.every=1", "checkpoint.save_every=1", "checkpoint.keep=20"),
+        *(f"stages.1.{change}" for change in changes),
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    with commands(tmp_path) as start:
+        start("run", "run", str(TINY), *overrides).ended()
+    config = load_config(TINY, overrides)
     reported = evaluations(tmp_path / "run")
     assert len({row[EVAL + "reward"] for row in reported.values()}) > 4, "the weights of each step answer differently"
     for step, row in reported.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import Forked, fork_train_processes
 from trivium.algorithms.batches import batch_of
 from trivium.buffers.journal import Journal
 from trivium.config import RunConfig, config_from_mapping, merged, read_yaml
@@ -87,9 +88,15 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.importorskip("reasoning_gym")
     run_dir = tmp_path_factory.mktemp("recipe") / "run"
     config = smaller(request.param, run_dir)
-    summary = run(config)
+    Forked("recipe", run_dir.with_name("out"), play, request.param, run_dir).ended()
+    summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == STEPS * len(config.stages)
     return request.param, config, run_dir
+
+
+def play(recipe: str, run_dir: Path) -> None:
+    fork_train_processes(1)
+    run(smaller(recipe, run_dir))
 
 
 def test_every_stage_trains_and_both_ends_are_evaluated(played: tuple[str, RunConfig, Path]) -> None:
