@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -125,6 +126,23 @@ def test_a_run_that_an_outage_ended_continues_once_it_is_over(
     start("never-down", "run", "run.yaml", "run.dir=other").ended()
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "other")
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "other")
+
+
+def test_a_source_is_read_by_the_check_and_by_each_stage(start: Callable[..., Forked], tmp_path: Path) -> None:
+    """Not by each of a stage's roles: a large file would be read, and kept, several times."""
+    (tmp_path / "mine.py").write_text(
+        "def rows(name):\n"
+        "    with open('read', 'a') as read: print(name, file=read)\n"
+        "    return [{'prompt': f'{n}+1=', 'answer': str(n + 1)} for n in range(8)]\n"
+    )
+    sections = {
+        name: {"kind": "python", "source": "mine.py:rows", "args": {"name": name}} for name in ("train", "test")
+    }
+    stages = [{"train": {"optimizer": {"lr": lr}}, "schedule": {"steps": 1}} for lr in (1e-3, 2e-3)]
+    changes = {"rewards": ["exact"], "tasks": sections, "evaluation": {"taskset": "test"}, "stages": stages}
+    (tmp_path / "run.yaml").write_text(f"extends: base.yaml\n{yaml.safe_dump(changes)}")
+    start("run", "run", "run.yaml").ended()
+    assert Counter((tmp_path / "read").read_text().split()) == {"train": 3, "test": 3}
 
 
 def test_a_start_that_ended_before_its_first_step_begins_anew_with_a_corrected_config(

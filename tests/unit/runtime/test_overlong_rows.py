@@ -130,6 +130,15 @@ def test_rows_to_learn_from_are_refused_or_dropped(tmp_path: Path) -> None:
     assert left_out(config) == {"tasks.train: dropped (on_overlong)": 3}
 
 
+def test_each_stage_leaves_out_the_rows_that_are_too_long_for_it(tmp_path: Path) -> None:
+    """The sections of the tasks are equal: the first stage learns from the completions, the second rolls out."""
+    steps = {"groups_per_step": 1, "group_size": 1, "steps": 1}
+    stages = [{**LEARNING, "schedule": steps}, {"algorithm": {"kind": "grpo"}}]
+    config = config_of(tmp_path, ROWS, {"on_overlong": "drop"}, stages=stages)
+    found = [dict(tasks.left_out) for tasks in preflight(config, Machine(), 1).tasks]
+    assert found == [{"tasks.train: dropped (on_overlong)": number} for number in (3, 1)]
+
+
 @pytest.mark.parametrize("side", ["cut_left", "cut_right"])
 def test_rows_to_learn_from_are_cut_to_the_length_of_the_model(side: str, tmp_path: Path) -> None:
     schedule = {"groups_per_step": 1, "group_size": 1, "steps": 4, "shuffle": False}
