@@ -384,11 +384,13 @@ def measured_pass(model_dir: Path, device: str, rows: int, prompt: int) -> None:
 
 
 def measured(model_dir: Path, how: dict[str, Any], rows: int, length: int) -> None:
-    """Writes by how many bytes this process grows at most, over an engine and two of its updates."""
+    """Writes by how many bytes this process grows at most, over an engine, a small update, which fills the optimizer,
+    and one of so many rows."""
     AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(model_dir)).save_pretrained(model_dir)
-    batch, rise = make_batch(lengths=(length,) * rows, advantages=0.3), memory_rise()
+    small, large = (make_batch(lengths=lengths, advantages=0.3) for lengths in ((8,), (length,) * rows))
+    rise = memory_rise()
     engine = make_engine(model_dir, Parts((Reinforce(),)), max_tokens_per_micro_batch=10**6, **how)
-    for _ in range(2):
+    for batch in (small, large):
         engine.update("policy", batch, engine.algorithm.objectives[0])
     (model_dir / "grown").write_text(str(rise()))
 
