@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def on_rows(
     """
     mask, numbers = pad(mask.bool(), (1, 0)), pad(numbers, (1, 0))
     columns = {} if reference is None else {"ref_log_prob": pad(reference, (1, 0))}
-    batch = _batch(mask).with_columns(
+    batch = _batch(mask.shape, mask.numpy().tobytes()).with_columns(
         log_prob=list(numbers.detach().numpy()), **{name: list(column.numpy()) for name, column in columns.items()}
     )
     batch = objective.select(batch, 0)
@@ -79,11 +80,13 @@ def on_rows(
     return torch.stack(losses).sum(), objective.derived(means)
 
 
-def _batch(mask: Tensor) -> Batch:
-    length = mask.shape[1]
+@cache
+def _batch(shape: tuple[int, int], mask: bytes) -> Batch:
+    """Rows of these masks, made once for each: numerical derivatives ask for the same rows thousands of times."""
+    nothing = np.zeros(shape[1])
     return Batch(
         tuple(
-            Experience(np.zeros(length), row.numpy(), np.zeros(length), np.zeros(length), f"pair-{number // 2}", number)
-            for number, row in enumerate(mask)
+            Experience(nothing, row, nothing, nothing, f"pair-{number // 2}", number)
+            for number, row in enumerate(np.frombuffer(mask, bool).reshape(shape))
         )
     )
