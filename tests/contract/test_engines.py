@@ -94,6 +94,8 @@ async def check_torch_engine(
         tolerance=Tolerance(0.05, 0.8) if "dtype" in config else "float32",
         decode=decode,
         renderer=RENDERER,
+        # One row at a time takes a step for each token.
+        max_new_tokens=6 if "max_rows" in config else 12,
         crowd=12 if "max_rows" in config else 500,
         patience_s=300,
     )
