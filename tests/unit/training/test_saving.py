@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import FULL
 from failing import refused
 from rank_processes import run_ranks
 from training_parts import Parts, Reinforce, SquaredError, make_batch, write_model
@@ -34,6 +35,8 @@ LIMIT = 3000
 PPO = Parts((Reinforce(), SquaredError()), frozenset({"old"}))
 BATCH = make_batch(advantages=0.5, returns=0.2)
 TYPES = ("float64", "float32")
+RESUMED = TYPES if FULL else TYPES[:1]
+"""Types that another number of ranks resumes: float64 has the closest bound, and both take the same path."""
 CLOSE = {"float64": 1e-9, "float32": 1e-5}
 
 
@@ -212,7 +215,7 @@ def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         found[dtype, "straight on"] = Resumed(train(engine, 2), weights(engine))
         end()
         for other in (1, 2, 4):
-            if (folder / f"{dtype}-{other}").exists() and other != size:
+            if dtype in RESUMED and (folder / f"{dtype}-{other}").exists() and other != size:
                 found[dtype, other] = resumed(engine, folder / f"{dtype}-{other}")
         engine.load(folder / f"{dtype}-1")
         engine.save(folder / f"{dtype}-1-by-{size}")
@@ -239,8 +242,8 @@ def played(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
         said = run_ranks([2, 4], on_ranks, tmp_path_factory.mktemp("ranks") / "said", folder)
         for size, by_rank in said.items():
             found[size] = by_rank[0]
-            for dtype, engine in engines.items():
-                found[1][dtype, size] = resumed(engine, folder / f"{dtype}-{size}")
+            for dtype in RESUMED:
+                found[1][dtype, size] = resumed(engines[dtype], folder / f"{dtype}-{size}")
     return found
 
 
@@ -248,7 +251,7 @@ CASES = [(1, 2), (1, 4), (2, 1), (4, 1), (4, 2)]
 """(ranks that resume, ranks that had saved)."""
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", RESUMED)
 @pytest.mark.parametrize(("size", "saved"), CASES)
 def test_resumed_on_another_number_of_ranks_it_goes_on_as_it_would_have(
     dtype: str, size: int, saved: int, played: dict[int, dict[Any, Any]]
