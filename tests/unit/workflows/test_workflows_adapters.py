@@ -131,14 +131,6 @@ async def test_the_game_behind_mcp(reference: list[str]) -> None:
     assert not {"begin", "score"} & set(tools[0].split('"'))
     assert [text.partition("<|user|>")[2] for text in found] == [text.partition("<|user|>")[2] for text in reference]
     assert player.metrics == {"env_done": 1.0, "tool_calls": 4.0, "tool_errors": 0.0}
-    player = policy(guess("crash"), "6")
-    assert await episodes.run(WITHOUT_TOOLS, player) == {"environment": 0.0}
-    assert "<|tool|>error: Error executing tool guess" in shown(player)[1]
-    chosen = Task("row", PROMPT, {**COLUMNS, "tools": ["gues"]})
-    with refused(EnvironmentFailure, "'tools'", "'row'", "'gues'", "'guess'") as caught:  # known only at run time
-        await episodes.run(chosen, policy("6"))
-    assert "'tools'" in caught.value.asked
-    assert "'guess'" in caught.value.do
     episodes = workflow("mcp", **fields, start_tool="begins")
     with refused(EnvironmentFailure, "begins", "begin"):
         await episodes.run(WITHOUT_TOOLS, policy("6"))
@@ -158,6 +150,7 @@ async def test_an_mcp_server_that_starts_late_separates_rollouts_and_one_that_re
     waiting = asyncio.gather(*rollouts)
     async with mcp_at(port) as process:
         assert await waiting == [EARNED, {"environment": -4 * guessing.MISS}]
+        await check_what_fails(episodes)
         player = policy(*COMPLETIONS)
         async with AsyncExitStack() as stack:
 
@@ -169,6 +162,18 @@ async def test_an_mcp_server_that_starts_late_separates_rollouts_and_one_that_re
             with refused(EnvironmentFailure, "'guess'"):
                 await episodes.run(WITHOUT_TOOLS, player)
         assert len(player.turns) == 2
+
+
+async def check_what_fails(episodes: Any) -> None:
+    """A tool that raises answers the policy; a task that names an unknown tool fails."""
+    player = policy(guess("crash"), "6")
+    assert await episodes.run(WITHOUT_TOOLS, player) == {"environment": 0.0}
+    assert "<|tool|>error: Error executing tool guess" in shown(player)[1]
+    chosen = Task("row", PROMPT, {**COLUMNS, "tools": ["gues"]})
+    with refused(EnvironmentFailure, "'tools'", "'row'", "'gues'", "'guess'") as caught:  # known only at run time
+        await episodes.run(chosen, policy("6"))
+    assert "'tools'" in caught.value.asked
+    assert "'guess'" in caught.value.do
 
 
 @asynccontextmanager
