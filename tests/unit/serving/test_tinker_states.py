@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from example_counts import FULL
 from tinker_client import Client, again, datum, opened, served, supervised
 
 import trivium.serving.tinker.saved_states as saved_states_module
@@ -121,7 +122,7 @@ def test_readers_meet_saves_and_deletions(states: SavedStates) -> None:
     ended = threading.Event()
 
     def replace() -> None:
-        for number in range(60):
+        for number in range(60 if FULL else 15):
             saved(states, str(number))
             states.delete(saved(states, "", "b"))
         ended.set()
