@@ -212,13 +212,13 @@ def test_rows_of_a_step_have_the_same_bits_on_several_threads(model_dir: Path) -
 
 
 def test_micro_batches_that_are_too_large_together_go_one_after_the_other(tmp_path: Path) -> None:
-    long = make_batch([3000, 3000, 3000, 20], advantages=0.3)
-    engine, metrics = train(write_model(tmp_path, max_position_embeddings=3000), long, max_tokens_per_micro_batch=8192)
+    long = make_batch([750, 750, 750, 20], advantages=0.3)
+    engine, metrics = train(write_model(tmp_path, max_position_embeddings=750), long, max_tokens_per_micro_batch=2048)
     assert workers_of(engine).number == 2
     assert workers_of(engine)._pool is not None
-    longer = make_batch([4200, 4200, 20], advantages=0.3)
+    longer = make_batch([1050, 1050, 20], advantages=0.3)
     engine, metrics = train(
-        write_model(tmp_path / "longer", max_position_embeddings=4200), longer, max_tokens_per_micro_batch=8192
+        write_model(tmp_path / "longer", max_position_embeddings=1050), longer, max_tokens_per_micro_batch=2048
     )
     assert workers_of(engine).number == 2
     assert workers_of(engine)._pool is None
