@@ -204,10 +204,9 @@ class ScriptedEngine:
         tokens, versions = list[int](), list[int]()
         for after_s, version in spans:
             part = min(1.0, after_s / self.config.delay_s) if self.config.delay_s else 0.0
-            num_before = int(part * len(tokens))  # tokens sampled before these weights were loaded
-            if tokens and num_before == len(tokens):
-                break
-            script = self._scripted(request, version)
+            # Tokens sampled before these weights were loaded; the last one comes when the completion ends.
+            num_before = min(int(part * len(tokens)), max(0, len(tokens) - 1))
+            script = self._scripted(request, version)[:limit]
             rest = script[num_before:] or script[-1:]  # with a shorter script, the completion ends at once
             tokens, versions = [*tokens[:num_before], *rest], [*versions[:num_before], *[version] * len(rest)]
         tokens, reason = self._cut(request, tokens, limit) if spans else ([], StopReason.ABORT)
