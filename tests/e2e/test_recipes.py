@@ -88,13 +88,18 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.importorskip("reasoning_gym")
     run_dir = tmp_path_factory.mktemp("recipe") / "run"
     config = smaller(request.param, run_dir)
-    Forked("recipe", run_dir.with_name("out"), play, request.param, run_dir).ended()
+    command = Forked("recipe", run_dir.with_name("out"), play, request.param, run_dir)
+    try:
+        command.ended()
+    finally:
+        command.kill()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == STEPS * len(config.stages)
     return request.param, config, run_dir
 
 
 def play(recipe: str, run_dir: Path) -> None:
+    """Runs the recipe in this process, which was forked for it."""
     fork_train_processes(1)
     run(smaller(recipe, run_dir))
 

@@ -13,11 +13,11 @@ from hybrid_parts import HYBRID_OF, random_hybrid
 from moe_parts import mixture
 from rank_parts_of_splitting import (
     ADAPTER,
-    EXACT_BY,
     FAULTS,
     KEPT,
     LAYOUTS,
     RESUMED,
+    SPLIT_LIKE,
     SPLIT_MODELS,
     TOKENS,
     Step,
@@ -142,11 +142,11 @@ def test_a_fault_of_the_gradient_is_detected(fault: str, found: dict[int, list[A
     assert found[2][0][fault].distance(alone[0]) > 1e-3
 
 
-@pytest.mark.parametrize(("layout", "kind"), [(name, kind) for name, kinds in EXACT_BY.items() for kind in kinds])
+@pytest.mark.parametrize(("layout", "kind"), [(name, kind) for name, kinds in SPLIT_LIKE.items() for kind in kinds])
 def test_a_type_that_is_not_tried_is_split_like_one_that_is(layout: str, kind: str) -> None:
     """Its modules have the plans and the parameters of that one's."""
-    tried = [modules_of(other, layout) for other in EXACT_BY[layout][kind]]
-    assert not any(other in EXACT_BY[layout] for other in EXACT_BY[layout][kind])
+    tried = [modules_of(other, layout) for other in SPLIT_LIKE[layout][kind]]
+    assert not any(other in SPLIT_LIKE[layout] for other in SPLIT_LIKE[layout][kind])
     modules = modules_of(kind, layout)
     assert modules
     for name, module in modules.items():

@@ -38,7 +38,7 @@ from trivium.rewards.judge import Judge, make_judge
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed, parts_of
 from trivium.rewards.trial import is_plain, trial
-from trivium.runtime.build import build_schedule, build_tasks, digest_of, shares_buffer
+from trivium.runtime.build import build_schedule, build_tasks, digest_of, shares_buffer, tasks_of
 from trivium.runtime.row_lengths import (
     is_learned_from,
     left_out,
@@ -470,9 +470,10 @@ def _task_problems(stage: _StageHere, renderer: ChatRenderer | None) -> Iterator
 
 
 def _source_key(config: RunConfig, name: str) -> str:
-    """What the tasks of a taskset depend on: its section, and which of its rows are too long in the stage."""
-    section = config.tasks[name].model_dump_json()
-    return f"{name} {section} {is_learned_from(config, name)} {longest_row(config, name)}"
+    """What the tasks of a taskset depend on: its section, and what decides which of its rows are too long in the stage,
+    and what is left of those that are cut."""
+    sections = (config.tasks[name], config.workflow, config.engine)
+    return f"{name} {is_learned_from(config, name)} {[section.model_dump_json() for section in sections]}"
 
 
 def _row_counts(stage: _StageHere, where: str, source: TaskSource) -> Iterator[Problem]:
@@ -696,8 +697,8 @@ def _order_problems(stage: _StageHere) -> Iterator[Problem]:
         return
     orders = {"train": (schedule, config.schedule.steps * schedule.fresh_per_step)}
     name = config.evaluation.held_out
-    if name is not None:
-        held_out = tasks[name]
+    held_out = (yield from attempt(f"tasks.{name}", lambda: tasks_of(whole, name))) if name is not None else None
+    if name is not None and held_out is not None:
         orders[name] = replace(schedule, tasks=held_out, shuffle=False, curriculum=None), len(held_out)
     for taskset, (order, num_rows) in orders.items():
         yield from _row_problems(stage, config, taskset, order, num_rows)

@@ -16,7 +16,7 @@ from torch import nn
 from trivium.foundation.errors import RunDirError, TriviumError
 from trivium.models.weights.filling import local_part, read_like
 from trivium.models.weights.saved_tensors import SavedTensors
-from trivium.training.distributed.fsdp import OnShards, norm_over, sharing_groups
+from trivium.training.distributed.fsdp import OnShards, norm_over, splitting_groups
 from trivium.training.section import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Optimizer:
         # Of local parts: DTensor would propagate the sharding of each argument, which takes seconds at the first step.
         by_groups: dict[tuple[ProcessGroup, ...], list[torch.Tensor]] = {}
         for gradient in (p.grad for p in self.parameters.values() if p.grad is not None):
-            by_groups.setdefault(sharing_groups(gradient), []).append(local_part(gradient))
+            by_groups.setdefault(splitting_groups(gradient), []).append(local_part(gradient))
         # What ranks hold in common counts once: only ranks with different parts of the same tensors add their squares.
         norms = [norm_over(groups, torch.nn.utils.get_total_norm(parts)) for groups, parts in by_groups.items()]
         return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)

@@ -217,17 +217,17 @@ def test_an_engine_that_does_not_answer_is_not_waited_for(file: bool, run_dir: P
     assert (result.stdout if file else result.stderr).count("not finished within 0.3 s") == (2 if file else 1)
 
 
-def chat_over(said: Path, run_dir: Path) -> None:
+def chat_from(pipe: Path, run_dir: Path) -> None:
     """`trivium chat` with a pipe as its standard input."""
-    os.dup2(os.open(said, os.O_RDONLY), 0)
+    os.dup2(os.open(pipe, os.O_RDONLY), 0)
     sys.stdin = os.fdopen(0)
     trivium("chat", str(run_dir))
 
 
 def test_ctrl_c_ends_a_chat_without_a_traceback(run_dir: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "said")
-    keeper = os.open(tmp_path / "said", os.O_RDWR)  # a writer that writes nothing
-    started = Forked("chat", tmp_path / "chat.out", chat_over, tmp_path / "said", run_dir)
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # writes nothing; without it, the chat would read the end
+    started = Forked("chat", tmp_path / "chat.out", chat_from, tmp_path / "pipe", run_dir)
     try:
         eventually(lambda: "Ctrl-D" in started.text, 120, lambda: started.text, started)
         os.kill(started.pid, signal.SIGINT)
@@ -235,4 +235,4 @@ def test_ctrl_c_ends_a_chat_without_a_traceback(run_dir: Path, tmp_path: Path) -
         assert "Traceback" not in started.text
     finally:
         started.kill()
-        os.close(keeper)
+        os.close(writer)

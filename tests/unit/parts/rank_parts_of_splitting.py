@@ -38,7 +38,7 @@ _COUNTS = torch.tensor([2, 1, 0, -2, 3, 2])
 KEPT = KeptSets(_COUNTS, torch.tensor([0, 1, 5, 0, 3, 2, 6, 1, 1, 4]), _COUNTS.abs().cumsum(0))
 """Of the fourth state, two tokens are excluded; of others, some parts of the vocabulary have no candidate."""
 LAYOUTS = {"tensor": {"tensor": 2}, "expert": {"expert": 2}, "both": {"tensor": 2, "expert": 2}}
-EXACT_BY: dict[str, dict[str, tuple[str, ...]]] = {
+SPLIT_LIKE: dict[str, dict[str, tuple[str, ...]]] = {
     "tensor": {
         **dict.fromkeys(("granite", "mistral", "smollm3"), ("llama",)),
         "granitemoe": ("granitemoehybrid",),
@@ -68,7 +68,7 @@ HYBRID_CASES = {
         (kind, name)
         for name, kinds in HYBRIDS_BY_LAYOUT.items()
         for kind in kinds
-        if FULL or kind not in EXACT_BY[name]
+        if FULL or kind not in SPLIT_LIKE[name]
     ],
     4: [("zamba2", "replicas"), ("qwen3_next", "replicas of experts"), ("qwen3_next", "both")],
 }
@@ -230,10 +230,10 @@ def hybrids_on_ranks(rank: int, size: int, directory: Path) -> dict[str, Any]:
 
 def layouts_of(kind: str) -> list[str]:
     """The layouts in which ranks split models of a type. Of those that can be split in two ways, `model` has both at
-    once; HYPOTHESIS=full tries the other types as well, and those of `EXACT_BY`."""
+    once; HYPOTHESIS=full tries the other types as well, and those of `SPLIT_LIKE`."""
     kinds = {"tensor": TENSOR_MODELS, "expert": EXPERT_MODELS}
     possible = [name for name, layout in LAYOUTS.items() if all(kind in kinds[split] for split in layout)]
-    return possible if FULL else [name for name in possible if name != "both" and kind not in EXACT_BY[name]]
+    return possible if FULL else [name for name in possible if name != "both" and kind not in SPLIT_LIKE[name]]
 
 
 def head_numbers(part: VocabularyPart, size: int, kept: KeptSets | None) -> dict[str, torch.Tensor]:

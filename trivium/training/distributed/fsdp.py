@@ -94,9 +94,9 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return sharded if sharded.to_local().device == local.device else sharded.to(local.device)
 
 
-def sharing_groups(tensor: torch.Tensor) -> tuple[ProcessGroup, ...]:
-    """The groups whose ranks hold different parts of a tensor, one for each axis of its mesh that splits it. None if
-    each rank holds the whole."""
+def splitting_groups(tensor: torch.Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups whose ranks hold different parts of a parameter or of its gradient: one for each axis of the mesh that
+    splits it, no group if each rank holds the whole."""
     if not is_sharded(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -104,7 +104,7 @@ def sharing_groups(tensor: torch.Tensor) -> tuple[ProcessGroup, ...]:
 
 
 def norm_over(groups: Iterable[ProcessGroup], norm: torch.Tensor) -> torch.Tensor:
-    """The norm of tensors from the norm of the parts that this rank holds; `groups` are their `sharing_groups`."""
+    """The norm of tensors from the norm of the parts that this rank holds; `groups` are their `splitting_groups`."""
     square = norm.square()
     for group in groups:
         torch.distributed.all_reduce(square, group=group)
