@@ -149,6 +149,7 @@ def test_a_restored_curriculum_continues_alike(options: dict[str, Any]) -> None:
         if step == 4:
             resumed.append(make())
             resumed[0].restore(json.loads(json.dumps(whole.state())))
+            assert resumed[0].draws == whole.draws
         for curriculum in (whole, *resumed):
             curriculum.observe(groups)
             curriculum.draw(2 * step, 2, 2)
