@@ -11,11 +11,9 @@ get the sum of the gradients of all its ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from trivium.foundation.errors import ConfigError
@@ -66,17 +64,10 @@ def split_layers(model: FilledModel, ranks: Ranks) -> list[tuple[nn.Module, Devi
         dispatching = (name for name, style in experts.items() if style == "ep_dispatch_experts")
         assert ranks.expert_shards is not None
         sharded = [(module.get_submodule(name), ranks.expert_shards) for name in dispatching]
-        # FSDP's hook on an output that is a view is lost if the layer adds to it in place.
-        for experts_layer, _ in sharded:
-            experts_layer.forward = partial(_copied, experts_layer.forward)
     for (owner, name), *others in tied:
         for other, its_name in others:
             other._parameters[its_name] = owner._parameters[name]
     return sharded
-
-
-def _copied(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return forward(*args, **kwargs).clone()
 
 
 def _check(model: FilledModel, ranks: Ranks) -> None:
